@@ -1,0 +1,208 @@
+"""Every use of non-public torch, one function each: what it is for, and what would make it unnecessary.
+
+Nothing outside this file may reach for an underscore name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, Work
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` once the backward pass that is now running has finished.
+
+    Why: the only signal that every gradient of one ``backward()`` has arrived.  Since torch 1.x; removable when
+    autograd offers a public end-of-backward hook.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass (true during checkpoint recomputation).
+
+    Why: a forward that recomputes activations must leave its unit unsharded for the backward that follows at once.
+    Since torch 2.1; removable when autograd makes the current graph task public.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a differentiable view, whose ``grad_fn`` an in-place operation would replace.
+
+    Why: a hook on the view alone is lost when user code writes into it.
+    """
+    return tensor._is_view()
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of, or None (see :func:`is_view`)."""
+    return tensor._base
+
+
+def make_raising_tensor(
+    cls: type[torch.Tensor], like: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of class ``cls`` with metadata and no memory; every operation reaches ``__torch_dispatch__``.
+
+    Why: a sharded parameter must still answer ``.shape``, ``.dtype`` and ``.device`` and refuse everything else.
+    """
+    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    made: torch.Tensor = make(
+        cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=False
+    )
+    return made
+
+
+def all_gather_into(group: ProcessGroup, output: torch.Tensor, shard: torch.Tensor) -> Work:
+    """Launch an all-gather of equal shards into one tensor; ``shard`` may be its own slice of ``output``.
+
+    Why: ``dist.all_gather_into_tensor`` spends several times the launch itself on argument checks and logging.
+    torch 2.13 names the same binding ``all_gather_single``; this is the one place that chooses.
+    """
+    launch = getattr(group, "_allgather_base", None) or group.all_gather_single
+    work: Work = launch(output, shard)
+    return work
+
+
+def reduce_scatter_into(group: ProcessGroup, output: torch.Tensor, whole: torch.Tensor) -> Work:
+    """Launch a summing reduce-scatter of ``whole`` into this rank's ``output`` (see :func:`all_gather_into`)."""
+    launch = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
+    work: Work = launch(output, whole)
+    return work
+
+
+def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Any) -> Work:
+    """Launch an in-place all-reduce (see :func:`all_gather_into` for why not ``dist.all_reduce``)."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    work: Work = group.allreduce([tensor], options)
+    return work
+
+
+def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
+    """Open a group of collectives that the backend launches as one (NCCL group call).
+
+    Why: the handles of one unit share a launch.  Removable when the coalescing manager becomes public.
+    """
+    group._start_coalescing(device)
+
+
+def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
+    """Close the group opened by :func:`start_coalescing` and return its one work handle."""
+    work: Work = group._end_coalescing(device)
+    return work
+
+
+def default_group() -> ProcessGroup:
+    """The default process group, or the error torch raises when there is none."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def group_backend(group: ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves ``device`` in ``group``: ``"gloo"``, ``"nccl"``, ``"fake"``, ...
+
+    Why: groups may carry one backend per device type, and the public query gives only the configuration string.
+    """
+    return str(group._get_backend(device).name()).lower()
+
+
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """``module``'s own parameter dictionary, for writes that bypass ``nn.Module.__setattr__``.
+
+    Why: see Note [Exposure] in ``flat/views.py``.
+    """
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """``module``'s own buffer dictionary (see :func:`parameter_table`)."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """``module``'s own child dictionary, to put a wrapper in a child's place whatever its name."""
+    return module._modules
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, casts included, in one call (one kernel on accelerators).
+
+    Why: gradients go into the reduce buffer with one Python call a unit.  Since torch 2.1; removable when the
+    foreach functions lose their underscore.
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Add each source to its target in place (see :func:`foreach_copy`)."""
+    torch._foreach_add_(targets, sources)
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The ``order``-norm of each tensor, accumulated in ``dtype`` (see :func:`foreach_copy`)."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by a one-element tensor in place (see :func:`foreach_copy`)."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def profiling() -> bool:
+    """Whether a profiler is recording, so that ranges cost nothing otherwise.  Removable when public."""
+    return torch.autograd._profiler_enabled()
+
+
+def named_parameters_of(
+    module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``nn.Module.named_parameters`` without a subclass's override of it."""
+    return nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+
+
+def registered_children(tree: Any) -> list[Any] | None:
+    """Children of an object whose class is registered as a pytree node; None if it is not.
+
+    Why: model outputs may be classes only their author knows how to take apart.  ``torch.utils._pytree`` is where
+    authors register them; removable when ``torch.utils.pytree`` is public in the oldest supported torch.
+    """
+    from torch.utils import _pytree as pytree
+
+    node = pytree.SUPPORTED_NODES.get(type(tree))
+    return None if node is None else list(node.flatten_fn(tree)[0])
+
+
+def map_registered(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``fn`` applied to its children if its class is a registered pytree node, else ``tree`` itself."""
+    from torch.utils import _pytree as pytree
+
+    node = pytree.SUPPORTED_NODES.get(type(tree))
+    if node is None:
+        return tree
+    children, context = node.flatten_fn(tree)
+    mapped = [fn(child) for child in children]
+    if all(new is old for new, old in zip(mapped, children, strict=True)):
+        return tree
+    return node.unflatten_fn(mapped, context)
+
+
+def materialize_parameter(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Give a meta parameter real memory while it stays the same Python object.
+
+    Why: ``param.data = values`` refuses to change from the meta device, and a new object would lose ties, attributes
+    and an optimizer's reference.  ``torch.utils.swap_tensors`` is public; attributes travel with the contents, so
+    they are put back.
+    """
+    attributes = dict(vars(param))
+    fresh = nn.Parameter(values, requires_grad=param.requires_grad)
+    torch.utils.swap_tensors(param, fresh)
+    vars(param).update(attributes)
+    return param

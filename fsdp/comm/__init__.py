@@ -1,0 +1,1 @@
+"""How bytes move between ranks: a small protocol, its implementations, and the user's communication hooks."""

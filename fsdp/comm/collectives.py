@@ -1,0 +1,101 @@
+"""The collectives that units need, as a protocol; every implementation starts work and hands back what to wait on.
+
+Nothing else in the package talks to torch.distributed in a step, so a trace, a fake network or a quantised wire is
+one class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["DONE", "Collectives", "Gather", "Pending", "Reduce", "Work"]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """Something started."""
+
+    def wait(self) -> None:
+        """Block the host (CPU) or the current stream (accelerators) until it has finished."""
+
+
+class _Done:
+    """Work that has nothing left to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE: Work = _Done()
+
+
+@dataclass(slots=True)
+class Pending:
+    """Several pieces of work waited on as one, in order."""
+
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One flat parameter to gather in place.
+
+    Attributes:
+        whole: ``[world_size * n]``; this rank's slice is filled already.
+        slices: ``whole`` cut into each rank's ``[n]``.
+    """
+
+    whole: torch.Tensor
+    slices: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One flat gradient to sum over ranks and scatter.
+
+    Attributes:
+        whole: ``[world_size * n]`` this rank's contribution; its contents are undefined afterwards.
+        slices: ``whole`` cut into each rank's ``[n]``.
+        out: ``[n]``; receives this rank's slice of the sum.
+    """
+
+    whole: torch.Tensor
+    slices: Sequence[torch.Tensor]
+    out: torch.Tensor
+
+
+class Collectives(Protocol):
+    """Communication among the ranks of one group.
+
+    Every method is collective: all ranks of the group call it in the same order with equal sizes.  It returns once
+    the work is started; buffers must stay alive and untouched until the returned work has been waited on.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    def all_gather(self, gathers: Sequence[Gather]) -> Work:
+        """Fill every other rank's slice of each ``whole``, all in one launch."""
+
+    def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
+        """Sum each ``whole`` over ranks and leave this rank's slice in ``out``, all in one launch."""
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
+        """Combine each tensor over ranks in place; ``op`` is ``"sum"``, ``"max"`` or ``"min"``."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
+        """Copy each tensor from rank ``source`` of the group to every rank, in place."""

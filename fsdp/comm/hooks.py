@@ -1,0 +1,152 @@
+"""Communication hooks for gradients, and the states they need.
+
+A hook is called as ``hook(state, grad, output)`` for sharded units: reduce ``grad`` ``[world_size * n]`` over the group
+and leave this rank's slice of the mean in ``output`` ``[n]``; and as ``hook(state, grad)`` for ``NO_SHARD``: average ``grad`` in
+place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from .collectives import Reduce
+from .process_group import collectives_for
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = [
+    "LOW_PRECISION_HOOKS",
+    "DefaultState",
+    "LowPrecisionState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "reduce_scatter_hook",
+]
+
+
+class DefaultState:
+    """What the default hooks need: the group, and two factors whose product is its size.
+
+    Dividing by one factor before the sum and by the other after it keeps low-precision sums in range.
+
+    Args:
+        process_group: Ranks to average over.
+
+    Raises:
+        ConfigError: If ``process_group`` is None.
+    """
+
+    __slots__ = (
+        "collectives",
+        "gradient_postdivide_factor",
+        "gradient_predivide_factor",
+        "process_group",
+        "world_size",
+    )
+
+    def __init__(self, process_group: ProcessGroup | None) -> None:
+        if process_group is None:
+            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {self}.")
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.gradient_predivide_factor = self._get_gradient_predivide_factor(self.world_size)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        self.collectives: dict[torch.device, Any] = {}
+
+    @staticmethod
+    def _get_gradient_predivide_factor(world_size: int) -> float:
+        """The power of two near the square root of ``world_size`` that divides it."""
+        factor = 1
+        while world_size % factor == 0 and world_size / factor > factor:
+            factor *= 2
+        return float(factor)
+
+
+class LowPrecisionState(DefaultState):
+    """What the compressing hooks need.
+
+    Args:
+        process_group: Ranks to average over.
+        parameter_type: Dtype gradients are cast back to.
+    """
+
+    __slots__ = ("parameter_type",)
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None,
+        parameter_type: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+
+
+def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
+    """Average ``grad`` over the group, in place.
+
+    Collective: every rank of the group.
+    """
+    grad.div_(state.gradient_predivide_factor)
+    _collectives(state, grad).all_reduce([grad]).wait()
+    grad.div_(state.gradient_postdivide_factor)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+    """Leave this rank's slice of the mean of ``grad`` ``[world_size * n]`` in ``output`` ``[n]``.
+
+    Collective: every rank of the group.
+    """
+    grad.div_(state.gradient_predivide_factor)
+    slices = grad.split(output.numel()) if output.numel() else ()
+    _collectives(state, grad).reduce_scatter([Reduce(grad, slices, output)]).wait()
+    output.div_(state.gradient_postdivide_factor)
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """The default hooks with float16 on the wire.
+
+    Collective: every rank of the group.
+    """
+    _compressed(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """The default hooks with bfloat16 on the wire.
+
+    Collective: every rank of the group.
+    """
+    _compressed(torch.bfloat16, state, grad, output)
+
+
+LOW_PRECISION_HOOKS = [fp16_compress_hook, bf16_compress_hook]
+
+
+def _compressed(
+    dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    small = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, small)
+        grad.copy_(small)
+        return
+    small_output = torch.empty_like(output, dtype=dtype)
+    reduce_scatter_hook(state, small, small_output)
+    output.copy_(small_output)
+
+
+def _collectives(state: DefaultState, grad: torch.Tensor) -> Any:
+    """The collectives of the state's group; kept, because their launches are counted."""
+    found = state.collectives.get(grad.device)
+    if found is None:
+        found = state.collectives[grad.device] = collectives_for(state.process_group, grad.device)
+    return found

@@ -1,0 +1,238 @@
+"""Collectives over a torch process group; the algorithm is chosen once per backend and device.
+
+Note [Point-to-point gloo]
+    gloo's ``reduce_scatter`` is an all-reduce of the whole buffer, and its ``all_gather`` copies through a
+    temporary.  Sends and receives straight between the slices move the same bytes in under half the time (measured,
+    docs/explanation/performance.md), run without gloo's worker threads, and let the sum be taken in rank order, so
+    that results are reproducible bit by bit.  Tags count launches, which all ranks make in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work
+from .loopback import Loopback
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = ["NativeCollectives", "PointToPointCollectives", "StagedCollectives", "collectives_for"]
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_TAG_LIMIT = 1 << 20
+_TAG_BASE = 1 << 8
+
+
+def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collectives:
+    """The collectives of ``group`` for tensors on ``device``; of this rank alone where ``group`` is None.
+
+    Collective: none.
+    """
+    if group is None or group.size() == 1:
+        return Loopback()
+    if _torch.group_backend(group, _backend_device(group, device)) == "gloo":
+        on_host = PointToPointCollectives(group)
+        return on_host if device.type == "cpu" else StagedCollectives(on_host)
+    return NativeCollectives(group, device)
+
+
+def _backend_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """``device`` if ``group`` has a backend for it, else the CPU, through which tensors are then staged."""
+    try:
+        _torch.group_backend(group, device)
+    except RuntimeError:
+        return torch.device("cpu")
+    return device
+
+
+class NativeCollectives:
+    """The backend's own collectives (NCCL and whatever else is not gloo)."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def all_gather(self, gathers: Sequence[Gather]) -> Work:
+        """One in-place ``all_gather_into_tensor`` a flat parameter, coalesced into one launch."""
+        return self._launch(
+            [
+                lambda g=gather: _torch.all_gather_into(self._group, g.whole, g.slices[self.rank])
+                for gather in gathers
+            ]
+        )
+
+    def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
+        """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
+        return self._launch(
+            [
+                lambda r=reduce: _torch.reduce_scatter_into(self._group, r.out, r.whole)
+                for reduce in reduces
+            ]
+        )
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
+        """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
+        return self._launch(
+            [lambda t=tensor: _torch.all_reduce(self._group, t, _OPS[op]) for tensor in tensors]
+        )
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
+        """One ``broadcast`` a tensor."""
+        return _broadcast(self._group, tensors, source)
+
+    def _launch(self, launches: Sequence[Callable[[], Work]]) -> Work:
+        if len(launches) == 1:
+            return launches[0]()
+        if not launches:
+            return DONE
+        if self._device.type != "cuda":
+            return Pending([launch() for launch in launches])
+        _torch.start_coalescing(self._group, self._device)
+        for launch in launches:
+            launch()
+        return _torch.end_coalescing(self._group, self._device)
+
+
+class PointToPointCollectives:
+    """gloo on the CPU by sends and receives in place (see Note [Point-to-point gloo])."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._tags = itertools.count()
+        self.rank = group.rank()
+        self.size = group.size()
+        # Each rank starts with the peer after it, so that no rank is everybody's first receiver.
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def all_gather(self, gathers: Sequence[Gather]) -> Work:
+        """Send the own slice to every peer and receive each peer's slice where it belongs."""
+        works: list[Work] = []
+        for gather in gathers:
+            tag = self._next_tag()
+            own = gather.slices[self.rank]
+            if own.numel():
+                for peer in self._peers:
+                    works.append(self._group.recv([gather.slices[peer]], peer, tag))
+                for peer in self._peers:
+                    works.append(self._group.send([own], peer, tag))
+        return Pending(works)
+
+    def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
+        """Send every peer its slice; add up the received ones in rank order when waited on."""
+        works: list[Work] = []
+        sums: list[_OrderedSum] = []
+        for reduce in reduces:
+            numel = reduce.out.numel()
+            if not numel:
+                continue
+            tag = self._next_tag()
+            received = torch.empty((self.size - 1) * numel, dtype=reduce.out.dtype).split(numel)
+            for peer, chunk in zip(self._peers, received, strict=True):
+                works.append(self._group.recv([chunk], peer, tag))
+            for peer in self._peers:
+                works.append(self._group.send([reduce.slices[peer]], peer, tag))
+            by_rank = dict(zip(self._peers, received, strict=True))
+            by_rank[self.rank] = reduce.slices[self.rank]
+            sums.append(_OrderedSum([by_rank[rank] for rank in range(self.size)], reduce.out))
+        return Pending([*works, *sums])
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
+        """gloo's own all-reduce."""
+        return Pending([_torch.all_reduce(self._group, tensor, _OPS[op]) for tensor in tensors])
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
+        """gloo's own broadcast."""
+        return _broadcast(self._group, tensors, source)
+
+    def _next_tag(self) -> int:
+        return _TAG_BASE + next(self._tags) % _TAG_LIMIT
+
+
+class _OrderedSum:
+    """Adds ``parts`` (one a rank, in rank order) into ``out`` when waited on."""
+
+    __slots__ = ("_out", "_parts")
+
+    def __init__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        self._parts = parts
+        self._out = out
+
+    def wait(self) -> None:
+        """Add the parts up; the receives that fill them come before this in the pending work."""
+        first, second, *rest = self._parts
+        torch.add(first, second, out=self._out)
+        for part in rest:
+            self._out.add_(part)
+        self._parts = ()
+
+
+class StagedCollectives:
+    """gloo for CUDA tensors, through pinned host memory: lets two processes share one GPU and test its code path.
+
+    Each call synchronises the current stream with the host and returns finished work.  Meant for tests.
+    """
+
+    def __init__(self, on_host: PointToPointCollectives) -> None:
+        self._on_host = on_host
+        self.rank = on_host.rank
+        self.size = on_host.size
+
+    def all_gather(self, gathers: Sequence[Gather]) -> Work:
+        """Gather on the host, then copy to the device."""
+        for gather in gathers:
+            whole = _host_copy(gather.whole)
+            slices = whole.split(gather.slices[0].numel())
+            self._on_host.all_gather([Gather(whole, slices)]).wait()
+            gather.whole.copy_(whole)
+        return DONE
+
+    def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
+        """Reduce on the host, then copy to the device."""
+        for reduce in reduces:
+            whole = _host_copy(reduce.whole)
+            out = _host_copy(reduce.out)
+            slices = whole.split(out.numel())
+            self._on_host.reduce_scatter([Reduce(whole, slices, out)]).wait()
+            reduce.out.copy_(out)
+        return DONE
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
+        """Reduce on the host, then copy to the device."""
+        for tensor in tensors:
+            staged = _host_copy(tensor)
+            self._on_host.all_reduce([staged], op=op).wait()
+            tensor.copy_(staged)
+        return DONE
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
+        """Broadcast on the host, then copy to the device."""
+        for tensor in tensors:
+            staged = _host_copy(tensor)
+            self._on_host.broadcast([staged], source).wait()
+            tensor.copy_(staged)
+        return DONE
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in host memory, once the current stream has produced it."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], source: int) -> Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
+    return Pending([group.broadcast([tensor], options) for tensor in tensors])

@@ -1,0 +1,78 @@
+"""A trace of collectives, for tests, golden files and ``explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .collectives import Collectives, Gather, Reduce, Work
+
+__all__ = ["Event", "Recording"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One launch.
+
+    Attributes:
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"broadcast"``.
+        unit: Name of the unit it was launched for.
+        numels: Unsharded element count of each tensor in the launch.
+        dtypes: Their dtypes, without the ``torch.`` prefix.
+    """
+
+    op: str
+    unit: str
+    numels: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+class Recording:
+    """Collectives that write down each launch in ``events`` and pass it on to ``inner``."""
+
+    def __init__(self, inner: Collectives, unit: str, events: list[Event]) -> None:
+        self.inner = inner
+        self._unit = unit
+        self._events = events
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.inner.size
+
+    def all_gather(self, gathers: Sequence[Gather]) -> Work:
+        """Record and pass on.  Collective: as ``inner``."""
+        self._record("all_gather", [gather.whole for gather in gathers])
+        return self.inner.all_gather(gathers)
+
+    def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
+        """Record and pass on.  Collective: as ``inner``."""
+        self._record("reduce_scatter", [reduce.whole for reduce in reduces])
+        return self.inner.reduce_scatter(reduces)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
+        """Record and pass on.  Collective: as ``inner``."""
+        self._record("all_reduce", tensors)
+        return self.inner.all_reduce(tensors, op=op)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
+        """Record and pass on.  Collective: as ``inner``."""
+        self._record("broadcast", tensors)
+        return self.inner.broadcast(tensors, source)
+
+    def _record(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._events.append(
+            Event(
+                op,
+                self._unit,
+                tuple(tensor.numel() for tensor in tensors),
+                tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            )
+        )

@@ -1,0 +1,127 @@
+"""Which process groups a unit's two axes use: ranks that share a flat parameter, ranks that hold equal shards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..config import ShardingStrategy
+from ..errors import ConfigError, ConfigTypeError, describe
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["HYBRID_STRATEGIES", "Axes", "resolve_axes"]
+
+HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID_DIMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The process groups of a unit's two axes; None stands for this rank alone.
+
+    Attributes:
+        shard: Ranks that share each flat parameter.
+        replicate: Ranks that hold equal shards and average their gradients.
+        whole: The group users named (or the default one); what ``process_group`` shows.
+    """
+
+    shard: ProcessGroup | None
+    replicate: ProcessGroup | None
+    whole: ProcessGroup
+
+
+def resolve_axes(
+    strategy: ShardingStrategy,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+) -> Axes:
+    """Turn the arguments into process groups.
+
+    Collective: every rank of the default group, only where hybrid sharding has to make its groups itself.
+
+    Raises:
+        ConfigError: If there is no process group, both arguments are given, or the mesh has the wrong shape.
+        ConfigTypeError: If ``process_group`` is neither a group nor, for hybrid sharding, a pair of them.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("Cannot pass both process_group and device_mesh: a mesh brings its own groups.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            describe(
+                "Default process group has not been initialized",
+                remedy="Call torch.distributed.init_process_group() first, or launch with torchrun.",
+            )
+        )
+    if strategy in HYBRID_STRATEGIES:
+        shard, replicate = _hybrid_pair(process_group, device_mesh)
+        return Axes(shard, replicate, shard)
+    group = _single_group(process_group, device_mesh)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Axes(None, group, group)
+    return Axes(group, None, group)
+
+
+def _single_group(process_group: Any, device_mesh: DeviceMesh | None) -> ProcessGroup:
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ConfigError(
+                f"device_mesh has {device_mesh.ndim} dimensions: expected 1, or 2 with a hybrid sharding strategy."
+            )
+        return device_mesh.get_group()
+    if process_group is None:
+        return _torch.default_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigTypeError(
+            f"process_group is a {type(process_group).__name__}: expected a ProcessGroup that this rank belongs to."
+        )
+    return process_group
+
+
+def _hybrid_pair(
+    process_group: Any, device_mesh: DeviceMesh | None
+) -> tuple[ProcessGroup, ProcessGroup]:
+    if device_mesh is not None:
+        if device_mesh.ndim != _HYBRID_DIMS:
+            raise ConfigError(
+                f"device_mesh has {device_mesh.ndim} dimensions: hybrid sharding takes 2, (replicate, shard)."
+            )
+        return device_mesh.get_group(1), device_mesh.get_group(0)
+    if process_group is None:
+        return _node_groups()
+    if isinstance(process_group, tuple | list) and len(process_group) == _HYBRID_DIMS:
+        return process_group[0], process_group[1]
+    raise ConfigTypeError(
+        "hybrid sharding takes process_group=(shard_group, replicate_group), or none at all."
+    )
+
+
+def _node_groups() -> tuple[ProcessGroup, ProcessGroup]:
+    """Shard within a node, replicate across nodes, as LOCAL_WORLD_SIZE (set by torchrun) divides the world."""
+    world_size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
+    if not local or world_size % local:
+        raise ConfigError(
+            describe(
+                f"cannot divide {world_size} ranks into nodes of {local}",
+                remedy="Set LOCAL_WORLD_SIZE, or pass process_group=(shard_group, replicate_group).",
+            )
+        )
+    rank = dist.get_rank()
+    shard = replicate = None
+    for start in range(0, world_size, local):
+        group = dist.new_group(range(start, start + local))
+        shard = group if start <= rank < start + local else shard
+    for offset in range(local):
+        group = dist.new_group(range(offset, world_size, local))
+        replicate = group if rank % local == offset else replicate
+    assert shard is not None
+    assert replicate is not None
+    return shard, replicate

@@ -1,0 +1,252 @@
+"""Enums and configuration values: what users choose.  Validated when built, readable when printed.
+
+Pure: no process groups, no modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, ConfigTypeError
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, and when parameters are whole.
+
+    Members:
+        FULL_SHARD: Parameters, gradients, optimizer state; parameters are whole only while their unit runs (ZeRO-3).
+        SHARD_GRAD_OP: The same, but parameters stay whole from forward to backward: one gather less, more memory.
+        NO_SHARD: Everything on every rank; gradients are all-reduced (as DDP).
+        HYBRID_SHARD: FULL_SHARD inside a group of ranks, replicas across groups.
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group of ranks, replicas across groups.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit's gather starts in the backward.
+
+    Members:
+        BACKWARD_PRE: Before the current unit's gradients are computed: most overlap, one more unit in memory.
+        BACKWARD_POST: After they are computed and the current unit is freed: less of both.
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+class StateDictType(Enum):
+    """What ``state_dict()`` returns.
+
+    Members:
+        FULL_STATE_DICT: Whole tensors under original names.
+        LOCAL_STATE_DICT: Each unit's flat shards of this rank.
+        SHARDED_STATE_DICT: Original names, each rank's part of each tensor.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """How an optimizer state dict names parameters: by name, or by position."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+class TrainingState(Enum):
+    """What a tree of units is doing."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+class _ShortRepr:
+    """Prints only the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{item.name}={getattr(self, item.name)!r}"
+            for item in fields(self)  # type: ignore[arg-type]
+            if getattr(self, item.name) != item.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _check_float_dtype(owner: str, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise ConfigTypeError(
+            f"{owner}.{name} is a {type(value).__name__}: expected a torch.dtype or None."
+        )
+    if not value.is_floating_point:
+        raise ConfigError(f"{owner}.{name} is {value}: expected a floating-point dtype.")
+
+
+@dataclass(frozen=True, repr=False)
+class MixedPrecision(_ShortRepr):
+    """Dtypes of computation, reduction and buffers; None leaves the dtype as it is.
+
+    Shards, and so the optimizer's state and checkpoints, keep the dtype the model was built with.
+
+    Attributes:
+        param_dtype: Dtype of gathered parameters, of computation, and of the outermost unit's floating inputs.
+        reduce_dtype: Dtype in which gradients are accumulated and reduced; ``param_dtype`` if None.
+        buffer_dtype: Dtype floating buffers are cast to before the first forward; saved in their own dtype.
+        keep_low_precision_grads: Leave ``.grad`` in ``param_dtype`` instead of the shard's dtype.
+        cast_forward_inputs: Cast the floating inputs of every unit, not only of the outermost.
+        cast_root_forward_inputs: Cast the floating inputs of the outermost unit.
+        _module_classes_to_ignore: Modules of these classes become units that are not cast.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            _check_float_dtype("MixedPrecision", name, getattr(self, name))
+        object.__setattr__(
+            self, "_module_classes_to_ignore", tuple(self._module_classes_to_ignore)
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class CPUOffload(_ShortRepr):
+    """Where shards rest between uses.
+
+    Attributes:
+        offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs.
+    """
+
+    offload_params: bool = False
+
+
+@dataclass(repr=False)
+class StateDictConfig(_ShortRepr):
+    """How ``state_dict()`` delivers.
+
+    Attributes:
+        offload_to_cpu: Move each tensor to the CPU as soon as its unit is gathered.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(repr=False)
+class FullStateDictConfig(StateDictConfig):
+    """For ``FULL_STATE_DICT``.
+
+    Attributes:
+        rank0_only: Only rank 0 of each unit's group keeps tensors; the others return an empty dict.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(repr=False)
+class LocalStateDictConfig(StateDictConfig):
+    """For ``LOCAL_STATE_DICT``."""
+
+
+@dataclass(repr=False)
+class ShardedStateDictConfig(StateDictConfig):
+    """For ``SHARDED_STATE_DICT``.
+
+    Attributes:
+        _use_dtensor: Accepted for its name; values are always DTensors.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass(repr=False)
+class OptimStateDictConfig(_ShortRepr):
+    """How ``optim_state_dict()`` delivers.
+
+    Attributes:
+        offload_to_cpu: Move state tensors to the CPU.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(repr=False)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For ``FULL_STATE_DICT``.
+
+    Attributes:
+        rank0_only: Only rank 0 of the group keeps state; the others return an empty dict.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(repr=False)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For ``LOCAL_STATE_DICT``."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(repr=False)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For ``SHARDED_STATE_DICT``.
+
+    Attributes:
+        _use_dtensor: Accepted for its name; values are always DTensors.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass(repr=False)
+class StateDictSettings(_ShortRepr):
+    """What ``state_dict_type`` sets.
+
+    Attributes:
+        state_dict_type: What state dicts hold.
+        state_dict_config: How model state dicts are delivered.
+        optim_state_dict_config: How optimizer state dicts are delivered.
+    """
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)

@@ -1,0 +1,414 @@
+"""The owner of one flat parameter: keeps the shard, fills and frees the unsharded storage, exposes what modules see.
+
+No collectives and no streams in here: ``runtime.unit`` decides when, and ``comm`` moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..errors import UsageError, describe
+from .layout import FlatLayout, Piece, build_layout
+from .parameter import (
+    FlatParameter,
+    FlatParamShardMetadata,
+    UnshardedStorage,
+    make_flat_parameter,
+)
+from .sharing import ManagedParam
+from .views import Exposure, ShardedStandIn, slot_view
+
+__all__ = ["FlatParamHandle"]
+
+_ALIGNMENT_BYTES = 16
+
+
+class FlatParamHandle:
+    """Owner of one flat parameter: the original parameters of a unit that share dtype and ``requires_grad``.
+
+    Attributes:
+        params: The original parameters, in order.
+        layout: Where each lies in the flat parameter.
+        pieces: What of each this rank holds, one a parameter, empty pieces included.
+        rank: This rank in the shard group.
+        flat_param: ``nn.Parameter`` ``[shard_numel]`` in the original dtype: this rank's shard.
+        unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
+        orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
+        aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        orig_mode: bool,
+    ) -> None:
+        first = params[0].param
+        self.params = tuple(params)
+        self.rank = rank
+        self.orig_mode = orig_mode
+        self.requires_grad = first.requires_grad
+        self._low_precision = compute_dtype if first.dtype.is_floating_point else None
+        self._name_of: Callable[[str], str] = str
+        sources = [_dense(param.param.detach()) for param in params]
+        itemsize = (self._low_precision or first.dtype).itemsize
+        self.layout: FlatLayout = build_layout(
+            tuple(tuple(source.shape) for source in sources),
+            tuple(tuple(source.stride()) for source in sources),
+            world_size,
+            max(1, _ALIGNMENT_BYTES // itemsize),
+        )
+        self.pieces: tuple[Piece, ...] = self.layout.pieces(rank)
+        self.flat_param: FlatParameter = make_flat_parameter(
+            self._cut_shard(sources, first.dtype, device),
+            self.layout,
+            self.params,
+            requires_grad=self.requires_grad,
+            expose_originals=orig_mode,
+        )
+        self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
+        self._prepare_exposure()
+        self._build_unsharded()
+        self._point_at_shard()
+        self.expose_sharded()
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's shard ``[shard_numel]``, original dtype, detached."""
+        return self.flat_param.data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the shard."""
+        return self.flat_param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the leaves that module code computes with."""
+        return self._low_precision or self.flat_param.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the shard."""
+        return self.flat_param.device
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether more than one rank holds the flat parameter."""
+        return self.layout.world_size > 1
+
+    @property
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameters that optimizers hold: the originals in orig mode, the flat one otherwise."""
+        return [param.param for param in self.params] if self.orig_mode else [self.flat_param]
+
+    @property
+    def fqns(self) -> list[str]:
+        """Names of the original parameters in the unwrapped model."""
+        return [self._name_of(param.fqn) for param in self.params]
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What of each original parameter this rank's shard holds."""
+        held = [
+            (param.fqn, slot, piece)
+            for param, slot, piece in zip(
+                self.params, self.layout.slots, self.pieces, strict=True
+            )
+            if piece.in_slot.numel
+        ]
+        return FlatParamShardMetadata(
+            tuple(fqn for fqn, _, _ in held),
+            tuple(torch.Size(slot.shape) for _, slot, _ in held),
+            tuple(slot.span.numel for _, slot, _ in held),
+            tuple((piece.in_slot.start, piece.in_slot.stop - 1) for _, _, piece in held),
+        )
+
+    def name_with(self, name_of: Callable[[str], str]) -> None:
+        """Set how a name in the unit becomes a name in the unwrapped model (for messages and stand-ins)."""
+        self._name_of = name_of
+        for param, stand_in in zip(self.params, self._stand_ins, strict=True):
+            stand_in._fqn = name_of(param.fqn)
+
+    # -- residency -------------------------------------------------------------------------------------------------
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the unsharded flat parameter is the shard itself, so that gathering it is a no-op."""
+        return self.layout.world_size == 1 and self.compute_dtype == self.flat_param.dtype
+
+    def fill_own_slice(self) -> None:
+        """Allocate the unsharded storage and cast this rank's shard straight into its own slice of it."""
+        self.unsharded.allocate()
+        self.unsharded.slices[self.rank].copy_(self.flat_param.data)
+
+    def full_precision(self) -> torch.Tensor:
+        """A new ``[padded_numel]`` tensor in the original dtype whose own slice holds this rank's shard."""
+        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        owned = self.layout.owned(self.rank)
+        full[owned.start : owned.stop].copy_(self.flat_param.data)
+        return full
+
+    def keep_own_slice(self, full: torch.Tensor) -> None:
+        """Write this rank's part of ``full`` ``[padded_numel]`` back into the shard."""
+        owned = self.layout.owned(self.rank)
+        self.flat_param.data.copy_(full[owned.start : owned.stop])
+
+    def load_whole(self, index: int, value: torch.Tensor) -> None:
+        """Copy this rank's piece of ``value``, the whole of parameter ``index``, into the shard."""
+        slot, piece = self.layout.slots[index], self.pieces[index]
+        if not piece.in_slot.numel:
+            return
+        value = value.detach().reshape(slot.shape)
+        if value.stride() != slot.stride:
+            value = torch.empty_strided(
+                slot.shape, slot.stride, dtype=value.dtype, device=value.device
+            ).copy_(value)
+        memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
+        self.shard[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
+
+    # -- exposure --------------------------------------------------------------------------------------------------
+
+    def expose_leaves(self) -> None:
+        """Show module code the leaves."""
+        self._exposure.show(self._leaf_writes)
+
+    def expose_sharded(self) -> None:
+        """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used."""
+        self._exposure.show(self._sharded_writes)
+
+    def expose_full(self, full: torch.Tensor) -> None:
+        """Register the original parameters, each over its slot of ``full`` ``[padded_numel]``."""
+        for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            managed.param.data = slot_view(full, slot)
+            for site in managed.sites:
+                site.module.__dict__.pop(site.name, None)
+                _torch.parameter_table(site.module)[site.name] = managed.param
+        for module, order in self._table_order:
+            table = _torch.parameter_table(module)
+            for name in order:
+                if name in table:
+                    table[name] = table.pop(name)
+        self._exposure.show(())
+
+    def hide_full(self) -> None:
+        """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called."""
+        if not self.orig_mode:
+            for managed in self.params:
+                for site in managed.sites:
+                    _torch.parameter_table(site.module).pop(site.name, None)
+        self._point_at_shard()
+        self.expose_sharded()
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Views of ``shard`` ``[shard_numel]``, one for each exposed parameter and of its shape."""
+        if not self.orig_mode:
+            return [shard]
+        parts = shard.split_with_sizes(self._split_sizes)
+        return [parts[pick] for pick in self._split_picks]
+
+    # -- changes behind the wrapper's back ---------------------------------------------------------------------------
+
+    def user_changed(self) -> bool:
+        """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
+        for table, name, expected in self._sharded_writes:
+            if table.get(name) is not expected:
+                return True
+        watched = self._watched
+        return [param.data_ptr() for param in watched] != self._pointers or [
+            param.requires_grad for param in watched
+        ] != self._wanted_grads
+
+    def adopt_changes(self) -> None:
+        """Take over what the user changed, or say precisely why it cannot be.
+
+        Data of the piece's shape (or, where it is unambiguous, of the original parameter's) is copied into the
+        shard; a new ``nn.Parameter`` takes the old one's place; a new dtype or device moves the whole shard.
+
+        Raises:
+            UsageError: If a parameter is gone or has a shape that fits neither its piece nor the original.
+        """
+        values = [self._current_value(index) for index in range(len(self.params))]
+        model = self.flat_param if not self.orig_mode else self.params[0].param
+        if model.dtype != self.shard.dtype or model.device != self.shard.device or not self.orig_mode:
+            self._replace_shard(self.flat_param.data.to(model.device, model.dtype))
+        for value, piece in zip(values, self.pieces, strict=True):
+            if value is not None and piece.in_shard.numel:
+                target = self.shard[piece.in_shard.start : piece.in_shard.stop]
+                if value.data_ptr() != target.data_ptr():
+                    target.copy_(value)
+        self._prepare_exposure()
+        self._build_unsharded()
+        self._point_at_shard()
+        self.expose_sharded()
+        self.name_with(self._name_of)
+
+    def rebuild(self) -> None:
+        """Follow ``module.to(...)``, ``.half()`` and the like, which replace the data of every parameter."""
+        if self.user_changed():
+            self.adopt_changes()
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _cut_shard(
+        self, sources: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """This rank's shard ``[shard_numel]``, copied piece by piece so that no unsharded copy is ever made."""
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        for source, piece in zip(sources, self.pieces, strict=True):
+            if piece.in_slot.numel:
+                memory = _in_memory_order(source)[piece.in_slot.start : piece.in_slot.stop]
+                shard[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
+        return shard
+
+    def _build_unsharded(self) -> None:
+        flat = (
+            self.flat_param.data
+            if self.aliased
+            else torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
+        )
+        self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
+        self._stand_ins = [
+            ShardedStandIn.make(self._name_of(managed.fqn), flat, slot, managed.param.requires_grad)
+            for managed, slot in zip(self.params, self.layout.slots, strict=True)
+        ]
+        for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True):
+            source = managed.param if self.orig_mode else self.flat_param
+            leaf.requires_grad_(source.requires_grad)
+        shown = [managed.param if self.orig_mode else None for managed in self.params]
+        per_site = [index for index, managed in enumerate(self.params) for _ in managed.sites]
+        self._leaf_writes = self._exposure.prepare(self.unsharded.leaves[i] for i in per_site)
+        self._sharded_writes = self._exposure.prepare(
+            shown[i] if self.orig_mode else self._stand_ins[i] for i in per_site
+        )
+
+    def _prepare_exposure(self) -> None:
+        sites = [site for managed in self.params for site in managed.sites]
+        tables = [
+            _torch.parameter_table(site.module) if self.orig_mode else site.module.__dict__
+            for site in sites
+        ]
+        self._exposure = Exposure(
+            (table, site.name) for table, site in zip(tables, sites, strict=True)
+        )
+        self._exposure.watch_recurrent(site.module for site in sites)
+        modules = dict.fromkeys(site.module for site in sites)
+        self._table_order = [
+            (module, tuple(_torch.parameter_table(module))) for module in modules
+        ]
+        if not self.orig_mode:
+            for site in sites:
+                _torch.parameter_table(site.module).pop(site.name, None)
+
+    def _point_at_shard(self) -> None:
+        """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
+        shard = self.flat_param.data
+        self.flat_param._local_shard = shard
+        for managed, piece in zip(self.params, self.pieces, strict=True):
+            span = piece.in_shard if self.orig_mode else piece.in_shard.__class__(0, 0)
+            managed.param.data = shard[span.start : span.stop]
+        self._watched: list[nn.Parameter] = self.exposed
+        self._pointers = [param.data_ptr() for param in self._watched]
+        self._wanted_grads = [param.requires_grad for param in self._watched]
+
+    def _replace_shard(self, shard: torch.Tensor) -> None:
+        self.flat_param.data = shard
+
+    def _current_value(self, index: int) -> torch.Tensor | None:
+        """This rank's piece of what the user left at parameter ``index``; None where nothing was changed."""
+        managed, slot, piece = self.params[index], self.layout.slots[index], self.pieces[index]
+        current = self._shown_at(managed)
+        if isinstance(current, ShardedStandIn):
+            self._check_flat_shape()
+            return None
+        fqn = self._name_of(managed.fqn)
+        if not isinstance(current, torch.Tensor):
+            raise UsageError(
+                describe(
+                    f"a parameter was removed or replaced by {type(current).__name__} after wrapping",
+                    fqn=fqn,
+                    remedy="Change parameters before wrapping, or inside summon_full_params.",
+                ),
+                fqn=fqn,
+            )
+        if isinstance(current, nn.Parameter) and self.orig_mode:
+            managed.param = current
+        value = current.detach()
+        if tuple(value.shape) == slot.shape and value.numel() != piece.in_slot.numel:
+            return _in_memory_order(_dense(value))[piece.in_slot.start : piece.in_slot.stop]
+        if value.numel() == piece.in_slot.numel:
+            return value.reshape(-1)
+        raise UsageError(
+            describe(
+                f"a parameter's data was replaced by a tensor of shape {tuple(value.shape)}: expected the original "
+                f"shape {slot.shape} or this rank's piece {(piece.in_slot.numel,)}",
+                fqn=fqn,
+                remedy="Assign the whole parameter inside summon_full_params.",
+            ),
+            fqn=fqn,
+        )
+
+    def _shown_at(self, managed: ManagedParam) -> object:
+        """What attribute lookup finds at the first site whose content is not the expected one."""
+        for site in managed.sites:
+            table = _torch.parameter_table(site.module)
+            current = table.get(site.name, site.module.__dict__.get(site.name))
+            if current is not managed.param and not isinstance(current, ShardedStandIn):
+                return current
+        return current
+
+    def _check_flat_shape(self) -> None:
+        if self.flat_param.shape != self.flat_param._sharded_size:
+            raise UsageError(
+                describe(
+                    f"the data of a flat parameter was replaced by shape {tuple(self.flat_param.shape)}: expected "
+                    f"{tuple(self.flat_param._sharded_size)}",
+                    fqn=self.fqns[0],
+                    remedy="Change parameters inside summon_full_params.",
+                ),
+                fqn=self.fqns[0],
+            )
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself if its elements fill a block of memory once each, else a contiguous copy."""
+    order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim))
+    expected = 1
+    for dim in order:
+        if tensor.size(dim) > 1:
+            if tensor.stride(dim) != expected:
+                return tensor.contiguous()
+            expected *= tensor.size(dim)
+    return tensor
+
+
+def _in_memory_order(dense: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as they lie in memory, ``[numel]``."""
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+
+
+def _tiling(pieces: Iterable[Piece], shard_numel: int) -> tuple[list[int], list[int]]:
+    """Sizes that tile a shard, gaps included, and which of the tiles is each piece."""
+    sizes: list[int] = []
+    picks: list[int] = []
+    end = 0
+    for piece in pieces:
+        start = piece.in_shard.start
+        if start > end:
+            sizes.append(start - end)
+        picks.append(len(sizes))
+        sizes.append(piece.in_shard.numel)
+        end = max(end, piece.in_shard.stop)
+    sizes.append(shard_numel - end)
+    return sizes, picks

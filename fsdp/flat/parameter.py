@@ -1,0 +1,175 @@
+"""The storages of one flat parameter: the sharded parameter that optimizers hold and the unsharded one leaves view.
+
+No collectives and no streams in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .layout import FlatLayout
+from .sharing import ManagedParam, Site
+from .views import fresh_leaves
+
+__all__ = [
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "ParamInfo",
+    "SharedParamInfo",
+    "UnshardedStorage",
+    "make_flat_parameter",
+]
+
+
+class ParamInfo(NamedTuple):
+    """Where an original parameter lives: attribute name, module, and the module's name in the unit."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+class SharedParamInfo(NamedTuple):
+    """A further site of a tied parameter, and the site that is its name."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module
+    prim_module_name: str
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """What of each original parameter lies in this rank's shard (parameters without a piece are left out).
+
+    ``param_offsets`` are inclusive ``(start, end)`` pairs within each parameter, as the reference has them.
+    """
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    """``isinstance(p, FlatParameter)`` for parameters that are plain ``nn.Parameter`` objects.
+
+    torch's optimizers choose their foreach and fused implementations only for tensors whose exact type is
+    ``nn.Parameter``, so a real subclass would make every optimizer step slower.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter) and "_unpadded_unsharded_size" in vars(instance)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """A rank's shard of a flat parameter, 1-D ``[shard_numel]``, with the metadata of its original parameters.
+
+    Never instantiated: :func:`make_flat_parameter` returns a plain ``nn.Parameter`` that carries these attributes,
+    and ``isinstance`` recognises it by them.
+
+    Attributes:
+        _unpadded_unsharded_size: Size of the unsharded flat parameter up to its last element.
+        _padded_unsharded_size: The same with the tail padding that makes it divide by the world size.
+        _sharded_size: Size of every rank's shard.
+        _fqns: Names of the original parameters in the unit, in order.
+        _param_infos: Their :class:`ParamInfo`.
+        _shapes, _strides, _numels: Their shapes, strides and element counts.
+        _shared_param_infos: Further sites of tied parameters.
+        _params: The original ``nn.Parameter`` objects, or None when they are not exposed.
+        _modules: Every module that holds one of the parameters.
+        _local_shard: This rank's shard (the data of the flat parameter itself).
+    """
+
+    _unpadded_unsharded_size: torch.Size
+    _padded_unsharded_size: torch.Size
+    _sharded_size: torch.Size
+    _fqns: tuple[str, ...]
+    _param_infos: tuple[ParamInfo, ...]
+    _shapes: tuple[torch.Size, ...]
+    _strides: tuple[tuple[int, ...], ...]
+    _numels: tuple[int, ...]
+    _num_params: int
+    _shared_param_infos: tuple[SharedParamInfo, ...]
+    _params: list[nn.Parameter] | None
+    _modules: set[nn.Module]
+    _local_shard: torch.Tensor
+
+
+def make_flat_parameter(
+    shard: torch.Tensor,
+    layout: FlatLayout,
+    params: Sequence[ManagedParam],
+    *,
+    requires_grad: bool,
+    expose_originals: bool,
+) -> FlatParameter:
+    """Wrap ``shard`` ``[shard_numel]`` as the parameter optimizers hold and write the metadata on it."""
+    flat = nn.Parameter(shard, requires_grad=requires_grad)
+    first = [_param_info(param.sites[0]) for param in params]
+    metadata: dict[str, Any] = {
+        "_unpadded_unsharded_size": torch.Size([layout.numel]),
+        "_padded_unsharded_size": torch.Size([layout.padded_numel]),
+        "_sharded_size": torch.Size([layout.shard_numel]),
+        "_fqns": tuple(param.fqn for param in params),
+        "_param_infos": tuple(first),
+        "_shapes": tuple(torch.Size(slot.shape) for slot in layout.slots),
+        "_strides": tuple(slot.stride for slot in layout.slots),
+        "_numels": tuple(slot.span.numel for slot in layout.slots),
+        "_num_params": len(params),
+        "_shared_param_infos": tuple(
+            SharedParamInfo(*_param_info(site), *info)
+            for param, info in zip(params, first, strict=True)
+            for site in param.sites[1:]
+        ),
+        "_params": [param.param for param in params] if expose_originals else None,
+        "_modules": {site.module for param in params for site in param.sites},
+        "_local_shard": shard,
+    }
+    vars(flat).update(metadata)
+    assert isinstance(flat, FlatParameter)
+    return flat
+
+
+def _param_info(site: Site) -> ParamInfo:
+    return ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
+
+
+class UnshardedStorage:
+    """The memory of one unsharded flat parameter, and the leaves that view it for ever.
+
+    Memory comes and goes by resizing the storage, so that the leaves, and whatever views of them autograd has
+    saved, stay valid from a unit's forward to its backward.
+
+    Attributes:
+        flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded.
+        leaves: One autograd leaf a slot, the original shape.
+        slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
+    """
+
+    __slots__ = ("_nbytes", "_resident", "_storage", "flat", "leaves", "slices")
+
+    def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resident: bool) -> None:
+        self.flat = flat
+        self.leaves = fresh_leaves(flat, layout)
+        owned = [layout.owned(rank) for rank in range(layout.world_size)]
+        self.slices = [flat[span.start : span.stop] for span in owned]
+        self._storage = flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._resident = resident
+        self.free()
+
+    def allocate(self) -> None:
+        """Give the storage its memory back; the values are undefined until it is filled."""
+        if not self._resident:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Release the memory; a no-op where the storage is the shard itself."""
+        if not self._resident:
+            self._storage.resize_(0)

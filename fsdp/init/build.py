@@ -1,0 +1,369 @@
+"""Construction: plan first, then build inner units before outer ones, one at a time.
+
+Peak memory is the shards so far plus one unit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..comm.collectives import Collectives
+from ..comm.process_group import collectives_for
+from ..comm.topology import Axes
+from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
+from ..flat.handle import FlatParamHandle
+from ..flat.sharing import ManagedParam, assign_owners, join_names
+from ..runtime.unit import Unit, UnitConfig
+from ..wrap import select_units
+from .ignored import Ignored
+from .materialize import materialize_unit
+
+__all__ = ["BuildArguments", "build_units", "unit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildArguments:
+    """The constructor's arguments, folded once; one unit may override some of them (``CustomPolicy``).
+
+    Attributes are those of :class:`FullyShardedDataParallel`'s constructor, with defaults filled in.
+    """
+
+    axes: Axes
+    strategy: ShardingStrategy
+    cpu_offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision
+    param_init_fn: Callable[[nn.Module], None] | None
+    device: torch.device
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+
+    def unit_config(self) -> UnitConfig:
+        """The part of the arguments that matters in a step."""
+        return UnitConfig(
+            strategy=self.strategy,
+            mixed_precision=self.mixed_precision,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch,
+            limit_all_gathers=self.limit_all_gathers,
+            orig_mode=self.use_orig_params,
+            device=self.device,
+        )
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose hooks sit on ``module``, if it is wrapped.  Collective: none."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Unit):
+            return owner
+    return None
+
+
+def build_units(
+    root: nn.Module,
+    overrides: dict[nn.Module, BuildArguments],
+    ignored: Ignored,
+    is_wrapped: Callable[[nn.Module], bool],
+) -> dict[nn.Module, Unit]:
+    """Make the units of ``root`` and of every module in ``overrides`` that has one (``root`` among them).
+
+    Collective: every rank of each unit's groups if ``sync_module_states``.
+
+    Returns:
+        The unit of each module, inner ones first.
+    """
+    inner = [module for module in overrides if module is not root]
+    owners = assign_owners(
+        root,
+        inner,
+        is_ignored=lambda param: param in ignored.params,
+        is_boundary=is_wrapped,
+    )
+    members = _members(root, set(inner), is_wrapped, ignored)
+    built: dict[nn.Module, Unit] = {}
+    for module in (*inner, root):
+        built[module] = _build_unit(
+            module, owners[module], members[module], overrides[module], ignored
+        )
+    return built
+
+
+def _build_unit(
+    module: nn.Module,
+    params: list[ManagedParam],
+    members: list[tuple[str, nn.Module]],
+    arguments: BuildArguments,
+    ignored: Ignored,
+) -> Unit:
+    device = arguments.device
+    shard = collectives_for(arguments.axes.shard, device)
+    replicate = collectives_for(arguments.axes.replicate, device)
+    _materialize(params, members, arguments, is_source=shard.rank == 0 and replicate.rank == 0)
+    buffers = [
+        (owner, name, buffer)
+        for _, owner in members
+        for name, buffer in _torch.buffer_table(owner).items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in buffers:
+        if buffer.device != device:
+            _torch.buffer_table(owner)[name] = buffer.to(device)
+    for managed in params:
+        if managed.param.device != device:
+            managed.param.data = managed.param.data.to(device)
+    if arguments.sync_module_states:
+        tensors = [managed.param.detach() for managed in params]
+        tensors += [_torch.buffer_table(owner)[name] for owner, name, _ in buffers]
+        broadcast_states(tensors, shard, replicate)
+    handles = [
+        FlatParamHandle(
+            group,
+            rank=shard.rank,
+            world_size=shard.size,
+            device=device,
+            compute_dtype=arguments.mixed_precision.param_dtype,
+            orig_mode=arguments.use_orig_params,
+        )
+        for group in _group(params)
+    ]
+    modules = [owner for _, owner in members]
+    return Unit(module, handles, arguments.unit_config(), shard, replicate, modules)
+
+
+def _group(params: Iterable[ManagedParam]) -> list[list[ManagedParam]]:
+    """Parameters that can share a flat parameter: equal dtype and ``requires_grad``; trainable groups first."""
+    groups: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+    for managed in params:
+        key = (managed.param.dtype, managed.param.requires_grad)
+        groups.setdefault(key, []).append(managed)
+    return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
+
+
+def _members(
+    root: nn.Module,
+    inner: set[nn.Module],
+    is_wrapped: Callable[[nn.Module], bool],
+    ignored: Ignored,
+) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """The modules of each unit with their names in ``root``, without those of nested units and ignored ones."""
+    members: dict[nn.Module, list[tuple[str, nn.Module]]] = {unit: [] for unit in (root, *inner)}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, unit: nn.Module) -> None:
+        if module in seen or is_wrapped(module) or module in ignored.modules:
+            return
+        seen.add(module)
+        unit = module if module in inner else unit
+        members[unit].append((name, module))
+        for child_name, child in module.named_children():
+            visit(child, join_names(name, child_name), unit)
+
+    visit(root, "", root)
+    return members
+
+
+def _materialize(
+    params: list[ManagedParam],
+    members: list[tuple[str, nn.Module]],
+    arguments: BuildArguments,
+    *,
+    is_source: bool,
+) -> None:
+    """Give meta tensors memory and values, and follow parameters that initialisation replaced."""
+    on_meta = any(
+        tensor.is_meta
+        for _, module in members
+        for tensor in (
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+        )
+    )
+    if not on_meta:
+        return
+    materialize_unit(
+        members,
+        arguments.device,
+        arguments.param_init_fn,
+        allow_uninitialized=arguments.sync_module_states and not is_source,
+    )
+    for managed in params:
+        first = managed.sites[0]
+        managed.param = _torch.parameter_table(first.module)[first.name]
+        for site in managed.sites[1:]:
+            _torch.parameter_table(site.module)[site.name] = managed.param
+
+
+def broadcast_states(
+    tensors: Sequence[torch.Tensor], shard: Collectives, replicate: Collectives
+) -> None:
+    """Give every rank the values of the first one, over the shard axis and then over the replicas.
+
+    Collective: every rank of both groups.
+    """
+    plain = [_as_bytes_if_odd(tensor) for tensor in tensors if tensor.numel()]
+    copies = [tensor.contiguous() for tensor in plain]
+    shard.broadcast(copies).wait()
+    replicate.broadcast(copies).wait()
+    for tensor, copy in zip(plain, copies, strict=True):
+        if copy.data_ptr() != tensor.data_ptr():
+            tensor.copy_(copy)
+
+
+def _as_bytes_if_odd(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends do not send every dtype (bool, uint16, ...); bytes they do."""
+    return tensor if tensor.dtype.is_floating_point else tensor.view(torch.uint8) if tensor.dim() else tensor
+
+
+def compute_device(
+    module: nn.Module, device_id: int | torch.device | None, ignored: Ignored, axes: Axes
+) -> torch.device:
+    """Where the units compute: ``device_id``, else where the parameters are.
+
+    Collective: none.
+
+    Raises:
+        DeviceError: If parameters are on several devices, or on another accelerator than ``device_id``.
+        ConfigTypeError: If ``device_id`` is neither an index nor a device.
+    """
+    wanted = _device_from(device_id)
+    params = [param for param in module.parameters() if param not in ignored.params]
+    found = dict.fromkeys(param.device for param in params if not param.is_meta)
+    on_accelerator = [device for device in found if device.type != "cpu"]
+    if wanted is None and len(found) > 1 or len(on_accelerator) > 1:
+        names = [
+            name
+            for name, param in module.named_parameters()
+            if param not in ignored.params and param.device != next(iter(found))
+        ]
+        raise DeviceError(
+            describe(
+                f"FSDP only supports single device modules but got params on {set(map(str, found))}",
+                fqn=names[0] if names else None,
+                remedy="Move the module to one device, or pass device_id to have it moved unit by unit.",
+            )
+        )
+    if wanted is not None:
+        if on_accelerator and on_accelerator[0] != wanted:
+            raise DeviceError(
+                f"Inconsistent compute device and `device_id`: {on_accelerator[0]} vs {wanted}. "
+                "Leave device_id out, or build the module on that device."
+            )
+        return wanted
+    if found:
+        return next(iter(found))
+    return torch.device("cpu") if not torch.cuda.is_available() else _current_cuda()
+
+
+def _device_from(device_id: int | torch.device | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        return torch.device(torch.accelerator.current_accelerator() or "cuda", device_id)
+    if not isinstance(device_id, torch.device | str):
+        raise ConfigTypeError(
+            f"device_id is a {type(device_id).__name__}: expected an int or a torch.device."
+        )
+    device = torch.device(device_id)
+    if device.type == "cuda" and device.index is None:
+        warnings.warn(
+            f"FSDP got the argument `device_id` {device_id} without an index: the current device is used.",
+            FsdpWarning,
+            stacklevel=4,
+        )
+        return _current_cuda()
+    return device
+
+
+def _current_cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_not_wrapped(module: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    """Raise if ``module`` can not be wrapped: no module, a wrapper already, or managed by another one.
+
+    Raises:
+        ConfigTypeError: If it is no ``nn.Module``.
+        ConfigError: If it is wrapped already, or is a container that is never called.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(
+            f"module is a {type(module).__name__}: expected a torch.nn.Module."
+        )
+    earlier = unit_of(module)
+    if is_wrapped(module) or (earlier is not None and earlier.handles):
+        raise ConfigError(
+            describe(
+                f"the module ({type(module).__name__}) is wrapped already",
+                remedy="Wrap it once; put a module that contains it into the outer wrapper.",
+            )
+        )
+    if earlier is not None:
+        earlier.remove_hooks()
+
+
+def check_no_foreign_ties(
+    units: Iterable[Unit], owned: Iterable[Unit], name_of: Callable[[Unit], str]
+) -> None:
+    """Raise if a parameter of ``owned`` units also belongs to one of the earlier wrapped ``units``.
+
+    Raises:
+        ConfigError: Naming the tied parameters.
+    """
+    theirs = {
+        managed.param: join_names(name_of(unit), managed.fqn)
+        for unit in units
+        for handle in unit.handles
+        for managed in handle.params
+    }
+    ties = [
+        f"{theirs[managed.param]} = {managed.fqn}"
+        for unit in owned
+        for handle in unit.handles
+        for managed in handle.params
+        if managed.param in theirs
+    ]
+    if ties:
+        raise ConfigError(
+            describe(
+                f"parameters are tied to ones that an inner wrapper manages already: {name_some(ties)}",
+                remedy="Wrap the whole model in one call with auto_wrap_policy: it finds ties across units.",
+            )
+        )
+
+
+def plan_overrides(
+    root: nn.Module,
+    policy: Any,
+    arguments: BuildArguments,
+    ignored: Ignored,
+    is_wrapped: Callable[[nn.Module], bool],
+    apply_override: Callable[[BuildArguments, dict[str, Any]], BuildArguments],
+) -> dict[nn.Module, BuildArguments]:
+    """The arguments of every module that becomes a unit, inner ones first and ``root`` last.
+
+    Collective: none.
+    """
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    if policy is not None:
+        chosen = select_units(
+            root,
+            policy,
+            ignored_modules=ignored.modules,
+            ignored_params=ignored.params,
+            root_kwargs={"mixed_precision": arguments.mixed_precision},
+            is_wrapped=is_wrapped,
+        )
+    plan = {module: apply_override(arguments, extra) for module, extra in chosen.items()}
+    plan[root] = arguments
+    return plan

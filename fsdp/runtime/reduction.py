@@ -1,0 +1,200 @@
+"""A unit's gradients on their way from leaves to shards: collect, reduce, scale, publish.
+
+::
+
+    leaves' .grad --copy, cast--> buffer --reduce-scatter--> out --all-reduce over replicas-->  out
+                                                              --scale, cast--> .grad of the exposed parameters
+
+A feature of the reduction is one more step here, not one more argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..comm.collectives import DONE, Reduce, Work
+from ..flat.handle import FlatParamHandle
+from .buffers import GradBuffer
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["Accumulated", "Reduction", "collect", "publish"]
+
+
+@dataclass(slots=True)
+class Part:
+    """One handle's gradient in a reduction.
+
+    Attributes:
+        handle: Whose gradient it is.
+        buffer: ``[padded_numel]`` reduce dtype, this rank's unsharded gradient.
+        used: For each parameter whether this rank computed a gradient for it.
+        out: ``[shard_numel]`` reduce dtype, receives the reduced shard.
+        pooled: Whether ``buffer`` goes back to the pool.
+    """
+
+    handle: FlatParamHandle
+    buffer: GradBuffer
+    used: list[bool]
+    out: torch.Tensor
+    pooled: bool
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """Gradients that ``no_sync`` backwards have left unsharded, in the reduce dtype.
+
+    Attributes:
+        buffer: Their sum so far.
+        used: For each parameter whether any backward computed a gradient for it.
+        marks: For each exposed parameter the gradient it shows meanwhile and that tensor's version; a user's
+            ``zero_grad`` shows by them.
+    """
+
+    buffer: GradBuffer
+    used: list[bool]
+    marks: list[tuple[torch.Tensor, int]]
+
+
+def collect(handle: FlatParamHandle, buffer: GradBuffer, *, add: bool) -> list[bool]:
+    """Move the leaves' gradients into ``buffer`` (or add them to it) and drop them.
+
+    Returns:
+        For each parameter whether its leaf had a gradient; slots without one are zeroed (or left, with ``add``).
+    """
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    used: list[bool] = []
+    for leaf, view in zip(handle.unsharded.leaves, buffer.views, strict=True):
+        grad = leaf.grad
+        used.append(grad is not None)
+        if grad is not None:
+            targets.append(view)
+            sources.append(grad.to_dense() if grad.layout is not torch.strided else grad)
+            leaf.grad = None
+        elif not add:
+            view.zero_()
+    if targets:
+        (_torch.foreach_add if add else _torch.foreach_copy)(targets, sources)
+    return used
+
+
+def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) -> None:
+    """Make ``shard`` ``[shard_numel]`` the gradient of the exposed parameters, or add it to the one they have.
+
+    In orig mode a parameter that nothing used keeps the gradient it has, None included.
+    """
+    totals: list[torch.Tensor] = []
+    terms: list[torch.Tensor] = []
+    wanted = used if handle.orig_mode else (True,)
+    for param, grad, is_used in zip(
+        handle.exposed, handle.split_shard(shard), wanted, strict=True
+    ):
+        if not is_used or not param.requires_grad:
+            continue
+        if param.grad is None:
+            _set_grad(param, grad)
+        else:
+            totals.append(param.grad)
+            terms.append(grad)
+    if totals:
+        _torch.foreach_add(totals, terms)
+
+
+def _set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    if grad.dtype != param.dtype:
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+
+
+class Reduction:
+    """The gradients of one unit, from its leaves to its shards, started when the last of them has arrived."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._parts = [
+            self._collect(handle) for handle in unit.handles if handle.requires_grad
+        ]
+        self._needs_agreement = not all(all(part.used) for part in self._parts)
+        self._reduced_over_shards = False
+        self._work = unit.root.streams.run_reduce(self._launch, self._finish)
+
+    def wait(self) -> None:
+        """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
+        self._work.wait()
+        pool = self._unit.root.pool
+        for part in self._parts:
+            if part.pooled:
+                pool.give_back(part.buffer)
+        self._parts = []
+
+    def _collect(self, handle: FlatParamHandle) -> Part:
+        unit = self._unit
+        dtype = unit.reduce_dtype(handle)
+        earlier = unit.take_accumulated(handle)
+        # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
+        pooled = earlier is None and unit.shard.size > 1
+        if earlier is not None:
+            buffer = earlier.buffer
+            now = collect(handle, buffer, add=True)
+            used = [a or b for a, b in zip(now, earlier.used, strict=True)]
+        else:
+            buffer = (
+                unit.root.pool.take(handle.layout, dtype, handle.device)
+                if pooled
+                else unit.new_buffer(handle)
+            )
+            used = collect(handle, buffer, add=False)
+        if unit.predivide != 1.0:
+            buffer.flat.div_(unit.predivide)
+        out = buffer.flat
+        if unit.shard.size > 1:
+            out = torch.empty(handle.layout.shard_numel, dtype=dtype, device=handle.device)
+        return Part(handle, buffer, used, out, pooled)
+
+    def _launch(self) -> Work:
+        unit = self._unit
+        if unit.comm_hook is not None:
+            for part in self._parts:
+                unit.run_comm_hook(part.buffer.flat, part.out)
+            return DONE
+        reduces = [Reduce(part.buffer.flat, part.buffer.slices, part.out) for part in self._parts]
+        work = unit.shard.reduce_scatter(reduces)
+        if work is not DONE:
+            self._reduced_over_shards = True
+            return work
+        return unit.replicate.all_reduce([part.out for part in self._parts])
+
+    def _finish(self) -> None:
+        unit = self._unit
+        if self._reduced_over_shards:
+            unit.replicate.all_reduce([part.out for part in self._parts]).wait()
+        if self._needs_agreement:
+            self._agree_on_use()
+        for part in self._parts:
+            if unit.postdivide != 1.0 and unit.comm_hook is None:
+                part.out.div_(unit.postdivide)
+            publish(part.handle, part.out.to(unit.grad_dtype(part.handle)), part.used)
+
+    def _agree_on_use(self) -> None:
+        """A parameter counts as used if any rank used it.  Only reached when this rank left one out."""
+        unit = self._unit
+        if not any(part.handle.orig_mode for part in self._parts):
+            return
+        flags = torch.tensor(
+            [used for part in self._parts for used in part.used],
+            dtype=torch.uint8,
+            device=self._parts[0].out.device,
+        )
+        unit.shard.all_reduce([flags], op="max").wait()
+        unit.replicate.all_reduce([flags], op="max").wait()
+        agreed = iter(flags.tolist())
+        for part in self._parts:
+            part.used = [bool(next(agreed)) for _ in part.used]

@@ -1,0 +1,453 @@
+"""One unit: a wrapped module, the flat parameters it owns, and what its four hook points do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from .._pytree import iter_tensors
+from ..comm.collectives import Collectives, Gather, Work
+from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from ..errors import TrainingStateError, describe
+from ..flat.handle import FlatParamHandle
+from . import precision
+from .buffers import GradBuffer
+from .reduction import Accumulated, Reduction, collect
+
+if TYPE_CHECKING:
+    from .root import Root
+
+__all__ = ["Residency", "Unit", "UnitConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitConfig:
+    """What a unit was asked to be; one object for all units that share it.
+
+    Attributes:
+        strategy: Sharding strategy.
+        mixed_precision: Dtypes; all None where nothing is cast.
+        backward_prefetch: When the next gather of the backward starts; None for never.
+        forward_prefetch: Whether the next gather of the forward is started explicitly.
+        limit_all_gathers: Kept for its name; gathers are always bounded (see Note [Stream order]).
+        orig_mode: ``use_orig_params``.
+        device: Where the unit computes.
+    """
+
+    strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    orig_mode: bool
+    device: torch.device
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether parameters are freed between forward and backward."""
+        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class Residency(Enum):
+    """What a unit holds.
+
+    ::
+
+        SHARDED --start_unshard--> GATHERING --wait_unshard--> UNSHARDED --reshard--> SHARDED
+    """
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class Unit:
+    """A wrapped module and the handles of the parameters it owns; the hook points of one step.
+
+    Attributes:
+        module: The wrapped module.
+        modules: It and the modules below it that belong to no other unit.
+        handles: One a (dtype, requires_grad) among the parameters; may be empty.
+        shard: Collectives of the ranks that share the flat parameters.
+        replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
+        name: FQN of the module in the unwrapped model, ``""`` for the root.
+        root: The runtime this unit belongs to; set by :class:`Root`.
+        index: Place in ``root.units``.
+        residency: What is in memory.
+        summoned: Whether the full original parameters are registered (``summon_full_params``).
+        sync_gradients: False inside ``no_sync``.
+    """
+
+    root: Root
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handles: Sequence[FlatParamHandle],
+        config: UnitConfig,
+        shard: Collectives,
+        replicate: Collectives,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self.module = module
+        self.modules = tuple(modules)
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.handles = tuple(handles)
+        self.config = config
+        self.shard = shard
+        self.replicate = replicate
+        self.name = ""
+        self.index = 0
+        self.residency = Residency.SHARDED
+        self.summoned = False
+        self.sync_gradients = True
+        self.comm_hook: Callable[..., None] | None = None
+        self.comm_hook_state: Any = None
+        self.gradient_divisor: float | None = None
+        self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
+        self._active = 0
+        self._work: Work | None = None
+        self._accumulated: dict[FlatParamHandle, Accumulated] = {}
+        self._leaf_hooks: list[Any] = []
+        self._prepare()
+        self._pre_hook = module.register_forward_pre_hook(
+            self._pre_forward, prepend=True, with_kwargs=True
+        )
+        self._post_hook = module.register_forward_hook(self._post_forward, always_call=True)
+
+    def remove_hooks(self) -> None:
+        """Take the unit's hooks off its module, for a module that is wrapped anew."""
+        self._pre_hook.remove()
+        self._post_hook.remove()
+
+    # -- residency -------------------------------------------------------------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Start gathering the unit's parameters; does nothing if that has begun already.
+
+        Collective: every rank of the shard group.
+        """
+        if self.residency is Residency.SHARDED:
+            self.residency = Residency.GATHERING
+            if self._gathers:
+                self._work = self.root.streams.run_gather(self._launch_gather)
+
+    def wait_unshard(self) -> None:
+        """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
+        if self.residency is Residency.GATHERING:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            self.residency = Residency.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the gathered parameters.  Collective: none."""
+        if self.residency is Residency.SHARDED:
+            return
+        self.wait_unshard()
+        self.residency = Residency.SHARDED
+        if self._gathers:
+            self.root.streams.released()
+            for handle in self.handles:
+                handle.unsharded.free()
+
+    def follow_user_changes(self) -> None:
+        """Take over parameters that the user replaced, moved or (un)froze since the last forward.
+
+        Raises:
+            UsageError: If a change cannot be taken over; it names the parameter and the remedy.
+        """
+        changed = [handle for handle in self.handles if handle.user_changed()]
+        for handle in changed:
+            handle.adopt_changes()
+        if changed:
+            self._prepare()
+
+    def _launch_gather(self) -> Work:
+        for handle in self._gathered:
+            handle.fill_own_slice()
+        return self.shard.all_gather(self._gathers)
+
+    def _prepare(self) -> None:
+        """Everything that stays the same from step to step."""
+        self._gathered = [handle for handle in self.handles if not handle.aliased]
+        self._gathers = [
+            Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
+        ]
+        leaves = [
+            leaf for handle in self.handles for leaf in handle.unsharded.leaves if leaf.requires_grad
+        ]
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks = [
+            leaf.register_post_accumulate_grad_hook(self._grad_arrived) for leaf in leaves
+        ]
+        self._expected = len(leaves)
+        self._missing = self._expected
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        root = self.root
+        entering = not root.stack
+        root.stack.append(self)
+        if entering:
+            root.begin_forward(self)
+        if self.summoned:
+            self._check_summoned_forward()
+        else:
+            self._unshard_for_forward()
+            if not self._expected and self._gathers and torch.is_grad_enabled():
+                self._hook_inputs((args, kwargs))
+        return precision.cast_inputs(self, args, kwargs, entering=entering)
+
+    def _unshard_for_forward(self) -> None:
+        root = self.root
+        recomputing = _torch.in_backward()
+        if self.residency is Residency.SHARDED and not recomputing:
+            self.follow_user_changes()
+        self.start_unshard()
+        self.wait_unshard()
+        if not recomputing:
+            root.order.begin(self.index)
+            root.prefetch_forward(self)
+        self._active += 1
+        if self._active == 1:
+            for handle in self.handles:
+                handle.expose_leaves()
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        root = self.root
+        if not root.stack or root.stack[-1] is not self:
+            return None  # the forward failed before our own pre-forward hook ran
+        root.stack.pop()
+        if self._active:
+            self._active -= 1
+            if not self._active:
+                for handle in self.handles:
+                    handle.expose_sharded()
+            self._after_use(output)
+        if not root.stack:
+            root.end_forward()
+        return None
+
+    def _after_use(self, output: Any) -> None:
+        """Free the parameters, or keep them for the backward that will want them soon."""
+        recomputing = _torch.in_backward()
+        awaited = torch.is_grad_enabled() and self._hook_outputs(output)
+        if awaited and not recomputing:
+            self.root.order.finish(self.index)
+        keep = (recomputing and torch.is_grad_enabled()) or (
+            awaited and not self.root.reshards_after_forward(self)
+        )
+        if not keep and not self._active:
+            self.reshard()
+
+    def _hook_outputs(self, output: Any) -> bool:
+        """Have the backward of each output tensor call :meth:`_pre_backward`; whether there is any.
+
+        The hooks sit on graph nodes: they fire whichever output of a node the gradient comes through, and a view
+        is hooked at its base as well, because writing into the view in place replaces the view's own node.
+        """
+        found = False
+        for tensor in iter_tensors(output):
+            node = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(self._pre_backward)
+                found = True
+                if _torch.is_view(tensor):
+                    base = _torch.view_base(tensor)
+                    if base is not None and base.grad_fn is not None:
+                        base.grad_fn.register_prehook(self._pre_backward)
+        return found
+
+    def _hook_inputs(self, inputs: Any) -> None:
+        """Free a unit without trainable parameters once the gradients of its inputs are computed.
+
+        Nothing arrives on its leaves that would tell, so the node that produced each input does.
+        """
+        for tensor in iter_tensors(inputs):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._inputs_done)
+
+    def _inputs_done(self, *_: Any) -> None:
+        if self.residency is Residency.UNSHARDED and not self._active:
+            self.reshard()
+
+    def _check_summoned_forward(self) -> None:
+        if torch.is_grad_enabled() and self._expected:
+            raise TrainingStateError(
+                describe(
+                    "forward ran with gradients enabled while the full parameters are summoned",
+                    unit=self.name,
+                    remedy="Leave summon_full_params first, or run the forward under torch.no_grad().",
+                ),
+                unit=self.name,
+            )
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, *_: Any) -> None:
+        root = self.root
+        if not root.backward_running:
+            root.begin_backward()
+        if self.residency is not Residency.UNSHARDED:
+            self.start_unshard()
+            self.wait_unshard()
+        root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
+
+    def _grad_arrived(self, leaf: torch.Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.finish_backward()
+
+    @property
+    def partly_arrived(self) -> bool:
+        """Whether some of the leaves have gradients and others have not."""
+        return self._missing != self._expected
+
+    def finish_backward(self) -> None:
+        """Reduce what has arrived (or keep it, inside ``no_sync``) and free the parameters.
+
+        Collective: every rank of the unit's groups, unless inside ``no_sync``.
+        """
+        root = self.root
+        if not root.backward_running:
+            root.begin_backward()
+        self._missing = self._expected
+        if self.sync_gradients:
+            root.start_reduction(self)
+        else:
+            self._accumulate()
+        self.reshard()
+        root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def reduce_dtype(self, handle: FlatParamHandle) -> torch.dtype:
+        """Dtype in which gradients of ``handle`` are accumulated and reduced."""
+        policy = self.config.mixed_precision
+        return policy.reduce_dtype or handle.compute_dtype
+
+    def grad_dtype(self, handle: FlatParamHandle) -> torch.dtype:
+        """Dtype of the published gradient."""
+        return handle.compute_dtype if self.kept_low_precision else handle.dtype
+
+    @property
+    def predivide(self) -> float:
+        """What gradients are divided by before they are summed: not 1 only where the sum could overflow (fp16)."""
+        if self.comm_hook is not None or not any(
+            self.reduce_dtype(handle) is torch.float16 for handle in self.handles
+        ):
+            return 1.0
+        factor = 1
+        while self.world_size % factor == 0 and self.world_size / factor > factor:
+            factor *= 2
+        return float(factor)
+
+    @property
+    def postdivide(self) -> float:
+        """What the sum is divided by, so that both divisions make the mean (or the sum over the set divisor)."""
+        divisor = self.world_size if self.gradient_divisor is None else self.gradient_divisor
+        return divisor / self.predivide
+
+    @property
+    def world_size(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return self.shard.size * self.replicate.size
+
+    def new_buffer(self, handle: FlatParamHandle) -> GradBuffer:
+        """A gradient buffer of its own, ``[padded_numel]`` reduce dtype."""
+        flat = torch.empty(
+            handle.layout.padded_numel, dtype=self.reduce_dtype(handle), device=handle.device
+        )
+        return GradBuffer(flat, handle.layout)
+
+    def run_comm_hook(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+        """Let the registered communication hook reduce ``whole`` in place or into ``out``."""
+        assert self.comm_hook is not None
+        if self.shard.size > 1:
+            self.comm_hook(self.comm_hook_state, whole, out)
+        else:
+            self.comm_hook(self.comm_hook_state, whole)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
+        return bool(self._accumulated)
+
+    def _accumulate(self) -> None:
+        for handle in self.handles:
+            if not handle.requires_grad:
+                continue
+            earlier = self.take_accumulated(handle)
+            if earlier is None:
+                buffer = self.new_buffer(handle)
+                used = collect(handle, buffer, add=False)
+            else:
+                buffer = earlier.buffer
+                now = collect(handle, buffer, add=True)
+                used = [a or b for a, b in zip(now, earlier.used, strict=True)]
+            marks = [_mark(param) for param in handle.exposed]
+            self._accumulated[handle] = Accumulated(buffer, used, marks)
+
+    def take_accumulated(self, handle: FlatParamHandle) -> Accumulated | None:
+        """What ``no_sync`` left for ``handle``, without the parameters whose gradient the user has zeroed since."""
+        kept = self._accumulated.pop(handle, None)
+        if kept is None:
+            return None
+        dropped = [
+            _was_zeroed(param, mark)
+            for param, mark in zip(handle.exposed, kept.marks, strict=True)
+        ]
+        if all(dropped):
+            return None
+        if handle.orig_mode:
+            for index, is_dropped in enumerate(dropped):
+                if is_dropped:
+                    kept.buffer.views[index].zero_()
+                    kept.used[index] = False
+        return kept
+
+    def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Every buffer of the unit's own modules, with the module that holds it and its name there."""
+        for module in self.modules:
+            for name, buffer in _torch.buffer_table(module).items():
+                if buffer is not None:
+                    yield module, name, buffer
+
+    # -- recovery --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget a step that failed half way: gradients on the leaves, exposure, gathered parameters."""
+        self._active = 0
+        self._missing = self._expected
+        for handle in self.handles:
+            for leaf in handle.unsharded.leaves:
+                leaf.grad = None
+            if not self.summoned:
+                handle.expose_sharded()
+        self.reshard()
+
+
+def _mark(param: nn.Parameter) -> tuple[torch.Tensor, int]:
+    """Give ``param`` a gradient of zeros if it has none, so that ``zero_grad`` leaves a trace; see ``Accumulated``."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad, param.grad._version
+
+
+def _was_zeroed(param: nn.Parameter, mark: tuple[torch.Tensor, int]) -> bool:
+    grad, version = mark
+    if param.grad is None:
+        return True
+    changed = param.grad is not grad or grad._version != version
+    return changed and not bool(param.grad.any())

@@ -1,0 +1,1 @@
+"""Names, model state dicts and optimizer state dicts."""

@@ -1,0 +1,739 @@
+"""``FullyShardedDataParallel``: the public face.  Arguments are folded once; every method is a short delegate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import _torch
+from .comm.collectives import Collectives
+from .comm.topology import Axes, resolve_axes
+from .config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    TrainingState,
+)
+from .errors import CheckpointError, ConfigError, ConfigTypeError, TrainingStateError, UsageError, describe
+from .flat.handle import FlatParamHandle
+from .flat.parameter import FlatParameter
+from .init.build import (
+    BuildArguments,
+    build_units,
+    check_no_foreign_ties,
+    check_not_wrapped,
+    compute_device,
+    plan_overrides,
+)
+from .init.ignored import resolve_ignored
+from .optim.clip import clip_units
+from .runtime.full_params import summon_units
+from .runtime.root import Root
+from .runtime.unit import Unit
+from .state.model import StateHooks, check_loadable
+from .state.names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, flat_param_name
+from .wrap import ParamExecOrderWrapPolicy
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over ranks; gather parameters just in time.
+
+    The module is wrapped in place: parameters are flattened, each rank keeps its shard, and the module's own
+    forward gathers what it needs, however it is called.  Training equals one process on the whole batch.  Gradients
+    are averaged over ranks.
+
+    Collective: every rank of the process group builds the same wrapper.
+
+    Args:
+        module: What to wrap, on one device or on the meta device.
+        process_group: Ranks to shard over; the default group if None.  With hybrid sharding a pair
+            ``(shard_group, replicate_group)``.
+        sharding_strategy: ``FULL_SHARD`` if None.
+        cpu_offload: Where shards rest; on the device if None.
+        auto_wrap_policy: Which submodules become units of their own (see ``fsdp.wrap``); None for none.
+        backward_prefetch: When the next gather of the backward starts; None for when it is needed.
+        mixed_precision: Dtypes of computation, reduction and buffers; nothing is cast if None.
+        ignored_modules: Modules whose parameters and buffers are left alone.
+        param_init_fn: Initialises one module that has meta tensors; its ``reset_parameters`` if None.
+        device_id: Device to compute on; units are moved there one at a time.
+        sync_module_states: Give every rank the first rank's parameters and buffers.
+        forward_prefetch: Start the next gather of the forward explicitly, as the last iteration ran.
+        limit_all_gathers: Accepted for its name: gathers in flight are always bounded, without blocking the host.
+        use_orig_params: Show users their own parameters (over this rank's pieces) instead of one flat parameter.
+        ignored_states: Parameters or modules to leave alone; excludes ``ignored_modules``.
+        device_mesh: Instead of ``process_group``: 1-D, or 2-D ``(replicate, shard)`` with hybrid sharding.
+
+    Raises:
+        ConfigError: If an argument is wrong or contradicts another, before anything is changed.
+
+    Example::
+
+        model = FSDP(GPT(config), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        model(tokens).loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (PyTorch FSDP).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check_not_wrapped(module, _is_wrapped)
+        strategy = _of_type(
+            "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
+        )
+        axes = resolve_axes(strategy, process_group, device_mesh)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states, is_wrapped=_is_wrapped)
+        self._exec_order_policy = auto_wrap_policy if isinstance(
+            auto_wrap_policy, ParamExecOrderWrapPolicy
+        ) else None
+        if self._exec_order_policy is not None:
+            auto_wrap_policy = self._exec_order_policy.init_policy
+            forward_prefetch = True
+        arguments = BuildArguments(
+            axes=axes,
+            strategy=strategy,
+            cpu_offload=_of_type("cpu_offload", cpu_offload, CPUOffload, CPUOffload()),
+            backward_prefetch=_of_type(
+                "backward_prefetch", backward_prefetch, BackwardPrefetch, None
+            ),
+            mixed_precision=_of_type(
+                "mixed_precision", mixed_precision, MixedPrecision, MixedPrecision()
+            ),
+            param_init_fn=param_init_fn,
+            device=compute_device(module, device_id, ignored, axes),
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
+        overrides = plan_overrides(
+            module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override
+        )
+        earlier = _outermost_units(module)
+        built = build_units(module, overrides, ignored, _is_wrapped)
+        check_no_foreign_ties(
+            [unit for outer in earlier for unit in outer.root.units],
+            built.values(),
+            lambda unit: unit.name,
+        )
+        wrappers = {
+            child: _wrap_child(type(self), child, unit, overrides[child])
+            for child, unit in built.items()
+            if child is not module
+        }
+        _put_wrappers_in_place(module, wrappers)
+        self._adopt(module, built[module], arguments)
+        _start_root(self)
+
+    def _adopt(self, module: nn.Module, unit: Unit, arguments: BuildArguments) -> None:
+        """Become the wrapper of ``module``, whose unit is ``unit``."""
+        self._fsdp_wrapped_module = module
+        self._unit = unit
+        self._arguments = arguments
+        self._state_hooks = StateHooks(unit)
+        if not arguments.use_orig_params:
+            for index, handle in enumerate(unit.handles):
+                _torch.parameter_table(self)[flat_param_name(index)] = handle.flat_param
+        self.register_load_state_dict_post_hook(_clean_incompatible_keys)
+
+    # -- the module ------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module.  Collective: none."""
+        return self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper has not are the wrapped module's.  Collective: none."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int | slice) -> Any:
+        """Index the wrapped module, if it is a container.  Collective: none."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward, whose own hooks gather and free parameters.
+
+        Collective: every rank of the process group.
+        """
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to every submodule while its unit's whole parameters are registered; changes are kept.
+
+        Collective: every rank of the process group.
+
+        Raises:
+            TrainingStateError: During forward, backward or ``summon_full_params``.
+        """
+        state = self.training_state
+        if state is not TrainingState.IDLE:
+            raise TrainingStateError(
+                f"apply() expected to be in states [{TrainingState.IDLE}] but current state is {state}. "
+                "Call it between steps, outside summon_full_params."
+            )
+        with summon_units([self._unit]):
+            for child in self.children():
+                _apply(child, fn)
+            fn(self)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
+        """Follow ``.to()``, ``.half()`` and the like."""
+        self._unit.root.check_idle("module.to()")
+        self._unit.reshard()
+        super()._apply(fn, recurse)
+        self._unit.follow_user_changes()
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names they have in the unwrapped model, the same set on every rank.
+
+        With ``use_orig_params`` these are the original parameters, each over this rank's piece (1-D, possibly
+        empty), otherwise the flat ones.  Collective: none.
+        """
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield clean_tensor_name(name), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers under the names they have in the unwrapped model.  Collective: none."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield clean_tensor_name(name), buffer
+
+    # -- the tree of units -----------------------------------------------------------------------------------------
+
+    def check_is_root(self) -> bool:
+        """Whether this wrapper is the outermost one.  Collective: none."""
+        return self._unit.index == 0
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> list[FullyShardedDataParallel]:
+        """Every wrapper in ``module``, itself included, in ``modules()`` order; outermost ones only if asked.
+
+        Collective: none.
+        """
+        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        return [child for child in found if child.check_is_root()] if root_only else found
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient.  Collective: none."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Whether a forward or backward is running, or parameters are summoned.  Collective: none."""
+        return self._unit.root.training_state
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate unsharded gradients, in the reduce dtype, without communication.
+
+        The first backward outside reduces the sum of all.  Costs the memory of the unsharded gradients of this
+        wrapper's units.  Collective: none.
+
+        Raises:
+            TrainingStateError: During forward or backward.
+        """
+        self._unit.root.check_idle("no_sync")
+        units = _units_in(self)
+        before = [unit.sync_gradients for unit in units]
+        for unit in units:
+            unit.sync_gradients = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.sync_gradients = value
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float | torch.Tensor, norm_type: float | int = 2.0
+    ) -> torch.Tensor:
+        """Scale all gradients so that the norm of the unsharded gradient is at most ``max_norm``.
+
+        Collective: every rank of every unit's process group.
+
+        Args:
+            max_norm: Upper bound of the norm.
+            norm_type: Order of the norm; any number, ``inf`` included.
+
+        Returns:
+            The norm before clipping: 0-dimensional, on the compute device, equal on every rank.  The host does not
+            wait for it.
+
+        Raises:
+            UsageError: On a wrapper that is not the outermost one, or if ``no_sync`` left gradients unreduced.
+        """
+        self._check_is_outermost("clip_grad_norm_")
+        units = _units_in(self)
+        waiting = [unit.name or "<root>" for unit in units if unit.accumulating]
+        if waiting:
+            raise UsageError(
+                describe(
+                    "clip_grad_norm_ was called while gradients of no_sync backwards are still unreduced",
+                    unit=waiting[0],
+                    remedy="Run the last backward of the accumulation outside no_sync.",
+                )
+            )
+        managed = {
+            param for unit in units for handle in unit.handles for param in handle.exposed
+        }
+        others = [param for param in self.parameters() if param not in managed]
+        return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Let ``hook`` reduce the gradients of every unit.
+
+        It is called as ``hook(state, grad, output)`` where parameters are sharded, to leave this rank's slice of
+        the mean in ``output``, and as ``hook(state, grad)`` under ``NO_SHARD``, to average ``grad`` in place.  See
+        ``fsdp.comm.hooks``.  Collective: none; every rank registers the same hook.
+
+        Raises:
+            ConfigError: If ``hook`` is not callable.
+            TrainingStateError: If this is not the outermost wrapper, a hook is registered already, or a forward has run.
+        """
+        if not callable(hook):
+            raise ConfigError(f"The communication hook must be callable but got {hook!r}.")
+        if not self.check_is_root():
+            raise TrainingStateError(
+                "register_comm_hook can only be called on a root instance: the outermost wrapper."
+            )
+        units = _units_in(self)
+        if any(unit.comm_hook is not None for unit in units):
+            raise TrainingStateError("A communication hook is already registered.")
+        if self._unit.root.started:
+            raise TrainingStateError("Register the communication hook before the first forward.")
+        for unit in units:
+            unit.comm_hook = hook
+            unit.comm_hook_state = state
+
+    # -- whole parameters ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Register the whole original parameters, in full precision, for the duration of the context.
+
+        Collective: every rank of every unit's process group.
+
+        Args:
+            module: A wrapper, or any module that contains some.
+            recurse: Whether units inside ``module``'s own are summoned too.
+            writeback: Whether changes are kept; each rank keeps those in its own shard.
+            rank0_only: Whether only rank 0 of each group gets to see them.
+            offload_to_cpu: Whether the whole parameters are on the CPU.
+            with_grads: Whether ``.grad`` is whole as well.
+
+        Raises:
+            UnsupportedError: For ``writeback`` together with ``rank0_only``.
+            TrainingStateError: During forward or backward.
+        """
+        units = _units_in(module) if recurse else _own_unit(module)
+        with summon_units(
+            units,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    # -- state dicts -----------------------------------------------------------------------------------------------
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Whole parameters and buffers, copied, under the names they have in the unwrapped model.
+
+        Collective: every rank of every unit's process group.
+        """
+        if args:
+            destination, prefix, keep_vars = (*args, prefix, keep_vars)[:3]
+        for hook in self._state_dict_pre_hooks.values():
+            hook(self, prefix, keep_vars)
+        saved: dict[str, Any] = self._fsdp_wrapped_module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        for hook in self._state_dict_hooks.values():
+            saved = hook(self, saved, prefix, {}) or saved
+        return saved
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load whole tensors; every rank takes its part.
+
+        Collective: none, but every rank must load the same values.
+
+        Args:
+            state_dict: As :meth:`state_dict` of this or of the unwrapped model gives it, on every rank.
+            strict: Whether missing and unexpected keys are an error.
+            assign: Accepted for its name; values are always copied into the shards.
+
+        Returns:
+            A named tuple of ``missing_keys`` and ``unexpected_keys``, under clean names.
+
+        Raises:
+            CheckpointError: If a tensor has the wrong shape (nothing is changed then), or, if ``strict``, keys are
+                missing or unexpected.
+        """
+        units = _units_in(self)
+        own = self._unit.name
+        check_loadable(units, _Renamed(state_dict, own), "")
+        with_metadata = OrderedDict(state_dict)
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]
+        result = super().load_state_dict(with_metadata, strict=False, assign=False)
+        if strict and (result.missing_keys or result.unexpected_keys):
+            raise _strict_error(self, result.missing_keys, result.unexpected_keys)
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The wrapper itself holds nothing to save."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """The wrapper itself holds nothing to load; its child finds the keys under its own name."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            rest = key[len(prefix) :]
+            if not rest.startswith(FSDP_PREFIX):
+                state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
+
+    # -- what other tools look at ----------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group this unit is sharded over.  Collective: none."""
+        return self._arguments.axes.whole
+
+    @property
+    def rank(self) -> int:
+        """This rank in :attr:`process_group`.  Collective: none."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in :attr:`process_group`.  Collective: none."""
+        return self.process_group.size()
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """What is sharded.  Collective: none."""
+        return self._arguments.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Dtypes of computation, reduction and buffers.  Collective: none."""
+        return self._arguments.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Where shards rest.  Collective: none."""
+        return self._arguments.cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When the next gather of the backward starts.  Collective: none."""
+        return self._arguments.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether gathers of the forward are started explicitly.  Collective: none."""
+        return self._arguments.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """As given; gathers are always bounded.  Collective: none."""
+        return self._arguments.limit_all_gathers
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the unit computes.  Collective: none."""
+        return self._arguments.device
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The unit's flat parameters.  Collective: none."""
+        return [handle.flat_param for handle in self._unit.handles]
+
+    @property
+    def _handles(self) -> list[FlatParamHandle]:
+        return list(self._unit.handles)
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._handle.flat_param if self._handle is not None else None
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.check_is_root() if self._unit.root.started else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._arguments.use_orig_params
+
+    @property
+    def _comm_hook(self) -> Callable[..., None] | None:
+        return self._unit.comm_hook
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        return self._unit.comm_hook_state
+
+    @property
+    def _inter_node_pg(self) -> ProcessGroup | None:
+        return self._arguments.axes.replicate
+
+    def _use_param_exec_order_policy(self) -> bool:
+        """Whether :class:`ParamExecOrderWrapPolicy` was given."""
+        return self._exec_order_policy is not None
+
+    def _is_param_exec_order_prep_stage(self) -> bool:
+        """Whether no iteration has been recorded yet."""
+        return self._use_param_exec_order_policy() and not self._unit.root.order.last_forward
+
+    @property
+    def _fsdp_params_exec_order(self) -> list[FlatParameter]:
+        """Flat parameters in the order the last complete iteration used them."""
+        root = self._unit.root
+        units = [root.units[index] for index in root.order.last_forward or root.order.forward]
+        return [handle.flat_param for unit in units for handle in unit.handles]
+
+    def _check_is_outermost(self, method: str) -> None:
+        if not self.check_is_root():
+            raise UsageError(
+                describe(
+                    f"`{method}` should only be called on the root FSDP instance",
+                    unit=self._unit.name,
+                    remedy="Call it on the outermost wrapper.",
+                ),
+                unit=self._unit.name,
+            )
+
+
+class _Renamed(Mapping[str, Any]):
+    """A state dict of a nested wrapper seen under the names its root uses."""
+
+    def __init__(self, inner: Mapping[str, Any], prefix: str) -> None:
+        self._inner = inner
+        self._start = f"{prefix}." if prefix else ""
+
+    def __getitem__(self, key: str) -> Any:
+        return self._inner[key.removeprefix(self._start)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.removeprefix(self._start) in self._inner
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _units_in(module: nn.Module) -> list[Unit]:
+    return [wrapper._unit for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
+
+
+def _own_unit(module: nn.Module) -> list[Unit]:
+    return [module._unit] if isinstance(module, FullyShardedDataParallel) else []
+
+
+def _outermost_units(module: nn.Module) -> list[Unit]:
+    return [unit for unit in _units_in(module) if unit.index == 0]
+
+
+def _wrap_child(
+    cls: type[FullyShardedDataParallel],
+    module: nn.Module,
+    unit: Unit,
+    arguments: BuildArguments,
+) -> FullyShardedDataParallel:
+    """The wrapper of a unit that the outer constructor has built."""
+    wrapper = cls.__new__(cls)
+    nn.Module.__init__(wrapper)
+    wrapper._exec_order_policy = None
+    wrapper._adopt(module, unit, arguments)
+    wrapper.training = module.training
+    return wrapper
+
+
+def _put_wrappers_in_place(
+    root: nn.Module, wrappers: Mapping[nn.Module, FullyShardedDataParallel]
+) -> None:
+    for parent in list(root.modules()):
+        table = _torch.child_table(parent)
+        for name, child in table.items():
+            if child in wrappers:
+                table[name] = wrappers[child]
+
+
+def _start_root(outer: FullyShardedDataParallel) -> None:
+    """Build the runtime over every unit below ``outer``, those of wrappers made earlier included."""
+    names = {
+        child: clean_tensor_name(name)
+        for name, child in outer.named_modules()
+        if isinstance(child, FullyShardedDataParallel)
+    }
+    Root([wrapper._unit for wrapper in names], list(names.values()))
+
+
+def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """``module.apply(fn)``; nested wrappers' own ``apply`` would refuse, since this one has summoned."""
+    if isinstance(module, FullyShardedDataParallel):
+        with summon_units([module._unit]):
+            for child in module.children():
+                _apply(child, fn)
+            fn(module)
+        return
+    for child in module.children():
+        _apply(child, fn)
+    fn(module)
+
+
+def _of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
+    if value is None:
+        return default
+    if not isinstance(value, wanted):
+        raise ConfigTypeError(
+            f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."
+        )
+    return value
+
+
+_OVERRIDABLE = {
+    "sharding_strategy": "strategy",
+    "cpu_offload": "cpu_offload",
+    "backward_prefetch": "backward_prefetch",
+    "mixed_precision": "mixed_precision",
+    "forward_prefetch": "forward_prefetch",
+    "limit_all_gathers": "limit_all_gathers",
+    "use_orig_params": "use_orig_params",
+    "param_init_fn": "param_init_fn",
+    "sync_module_states": "sync_module_states",
+}
+
+
+def _override(arguments: BuildArguments, extra: Mapping[str, Any]) -> BuildArguments:
+    """One unit's arguments: the outer ones with what its policy gave instead."""
+    changes: dict[str, Any] = {}
+    for name, value in extra.items():
+        if name in ("process_group", "device_mesh"):
+            strategy = extra.get("sharding_strategy", arguments.strategy)
+            changes["axes"] = resolve_axes(
+                strategy, extra.get("process_group"), extra.get("device_mesh")
+            )
+        elif name in _OVERRIDABLE:
+            changes[_OVERRIDABLE[name]] = value
+        else:
+            raise ConfigError(
+                f"a policy gave the argument {name!r} for one unit: expected one of {sorted(_OVERRIDABLE)}."
+            )
+    if changes.get("mixed_precision", arguments.mixed_precision) is None:
+        changes["mixed_precision"] = MixedPrecision()
+    if "strategy" in changes and "axes" not in changes:
+        changes["axes"] = _axes_for(changes["strategy"], arguments)
+    return dataclasses.replace(arguments, **changes)
+
+
+def _axes_for(strategy: ShardingStrategy, arguments: BuildArguments) -> Axes:
+    """The axes of another strategy over the same ranks."""
+    group = arguments.axes.whole
+    return resolve_axes(strategy, group, None) if strategy != arguments.strategy else arguments.axes
+
+
+def _clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = dict.fromkeys(clean_tensor_name(key) for key in keys)
+
+
+def _metadata_for(wrapper: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Module versions of a state dict, found under the names the wrapped tree has."""
+    found = OrderedDict(metadata)
+    for name, _ in wrapper.named_modules():
+        clean = clean_tensor_name(name)
+        if clean in metadata:
+            found[name] = metadata[clean]
+    return found
+
+
+def _strict_error(module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> Exception:
+
+
+    lines = []
+    if unexpected:
+        lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
+    if missing:
+        lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}. ")
+    listed = "\n\t".join(lines)
+    return CheckpointError(
+        f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
+    )
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
