@@ -166,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
         self._state_hooks = StateHooks(unit)
         if not arguments.use_orig_params:
             for index, handle in enumerate(unit.handles):
-                _torch.parameter_table(self)[flat_param_name(index)] = handle.flat_param
+                handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
         self.register_load_state_dict_post_hook(_clean_incompatible_keys)
 
     # -- the module ------------------------------------------------------------------------------------------------

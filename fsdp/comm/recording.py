@@ -30,7 +30,10 @@ class Event:
 
 
 class Recording:
-    """Collectives that write down each launch in ``events`` and pass it on to ``inner``."""
+    """Collectives that write down each launch in ``events`` and pass it on to ``inner``.
+
+    Launches in a group of one rank move nothing and are left out.
+    """
 
     def __init__(self, inner: Collectives, unit: str, events: list[Event]) -> None:
         self.inner = inner
@@ -68,6 +71,8 @@ class Recording:
         return self.inner.broadcast(tensors, source)
 
     def _record(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self.size == 1:
+            return
         self._events.append(
             Event(
                 op,

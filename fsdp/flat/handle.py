@@ -58,6 +58,7 @@ class FlatParamHandle:
         self.requires_grad = first.requires_grad
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._name_of: Callable[[str], str] = str
+        self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
         sources = [_dense(param.param.detach()) for param in params]
         itemsize = (self._low_precision or first.dtype).itemsize
         self.layout: FlatLayout = build_layout(
@@ -133,6 +134,11 @@ class FlatParamHandle:
             tuple((piece.in_slot.start, piece.in_slot.stop - 1) for _, _, piece in held),
         )
 
+    def register_flat_param(self, table: dict[str, nn.Parameter], name: str) -> None:
+        """Show the flat parameter under ``name`` in a module's parameter table, except while the originals are."""
+        self._registered_in = (table, name)
+        table[name] = self.flat_param
+
     def name_with(self, name_of: Callable[[str], str]) -> None:
         """Set how a name in the unit becomes a name in the unwrapped model (for messages and stand-ins)."""
         self._name_of = name_of
@@ -188,14 +194,17 @@ class FlatParamHandle:
 
     def expose_full(self, full: torch.Tensor) -> None:
         """Register the original parameters, each over its slot of ``full`` ``[padded_numel]``."""
+        if self._registered_in is not None:
+            table, name = self._registered_in
+            del table[name]
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(full, slot)
             for site in managed.sites:
                 site.module.__dict__.pop(site.name, None)
                 _torch.parameter_table(site.module)[site.name] = managed.param
-        for module, order in self._table_order:
+        for module, siblings in self._siblings.items():
             table = _torch.parameter_table(module)
-            for name in order:
+            for name in siblings:
                 if name in table:
                     table[name] = table.pop(name)
         self._exposure.show(())
@@ -206,6 +215,9 @@ class FlatParamHandle:
             for managed in self.params:
                 for site in managed.sites:
                     _torch.parameter_table(site.module).pop(site.name, None)
+        if self._registered_in is not None:
+            table, name = self._registered_in
+            table[name] = self.flat_param
         self._point_at_shard()
         self.expose_sharded()
 
@@ -303,10 +315,7 @@ class FlatParamHandle:
             (table, site.name) for table, site in zip(tables, sites, strict=True)
         )
         self._exposure.watch_recurrent(site.module for site in sites)
-        modules = dict.fromkeys(site.module for site in sites)
-        self._table_order = [
-            (module, tuple(_torch.parameter_table(module))) for module in modules
-        ]
+        self._siblings = {site.module: site.siblings for site in sites}
         if not self.orig_mode:
             for site in sites:
                 _torch.parameter_table(site.module).pop(site.name, None)

@@ -30,11 +30,13 @@ class Site:
         module: The module that holds the parameter directly.
         name: Attribute name in ``module``.
         fqn: Dotted name relative to the owning unit's module.
+        siblings: Names of all parameters ``module`` held when it was wrapped, in order.
     """
 
     module: nn.Module
     name: str
     fqn: str
+    siblings: tuple[str, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +123,10 @@ def assign_owners(
     for entry in found.values():
         owner = entry.chain[-1]
         start = len(names[owner]) + 1 if names[owner] else 0
-        sites = [Site(module, name, fqn[start:]) for module, name, fqn in entry.sites]
+        sites = [
+            Site(module, name, fqn[start:], tuple(_torch.parameter_table(module)))
+            for module, name, fqn in entry.sites
+        ]
         owned[owner].append(ManagedParam(entry.param, sites))
     return owned
 

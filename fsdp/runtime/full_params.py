@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -49,6 +50,14 @@ def gather_flat(unit: Unit, own: Sequence[torch.Tensor], handles: Sequence[FlatP
     return wholes
 
 
+@dataclass(slots=True)
+class _FullGrad:
+    """A handle's whole gradient ``[padded_numel]``, and for each parameter whether any rank has one."""
+
+    whole: torch.Tensor
+    present: list[bool]
+
+
 class _Summoned:
     """One unit whose full parameters are registered."""
 
@@ -73,10 +82,12 @@ class _Summoned:
                 param.grad = None
             handle.expose_full(shown)
             if handle in grads:
-                whole = grads[handle].to(shown.device)
-                grads[handle] = whole
-                for managed, slot in zip(handle.params, handle.layout.slots, strict=True):
-                    managed.param.grad = slot_view(whole, slot)
+                grad = grads[handle]
+                grad.whole = grad.whole.to(shown.device)
+                for managed, slot, present in zip(
+                    handle.params, handle.layout.slots, grad.present, strict=True
+                ):
+                    managed.param.grad = slot_view(grad.whole, slot) if present else None
         self._grads = grads
 
     def leave(self, *, writeback: bool) -> None:
@@ -97,23 +108,28 @@ class _Summoned:
             for param, grad in zip(handle.exposed, stashed, strict=True):
                 param.grad = grad
             if writeback and handle in self._grads:
-                self._write_grads_back(handle, self._grads[handle])
+                self._write_grads_back(handle, self._grads[handle].whole)
 
-    def _gather_grads(self) -> dict[FlatParamHandle, torch.Tensor]:
-        """Whole gradients of the handles of which any rank has one; absent ones count as zeros."""
+    def _gather_grads(self) -> dict[FlatParamHandle, _FullGrad]:
+        """Whole gradients of the handles of which any parameter has one on any rank."""
         unit = self._unit
         trainable = [handle for handle in unit.handles if handle.requires_grad]
         if not trainable:
             return {}
-        has_grads = torch.tensor(
-            [any(param.grad is not None for param in handle.exposed) for handle in trainable],
+        present = torch.tensor(
+            [param.grad is not None for handle in trainable for param in handle.exposed],
             dtype=torch.uint8,
             device=trainable[0].device,
         )
-        unit.shard.all_reduce([has_grads], op="max").wait()
-        chosen = [handle for handle, has in zip(trainable, has_grads.tolist(), strict=True) if has]
+        unit.shard.all_reduce([present], op="max").wait()
+        flags = iter(present.tolist())
+        has = {handle: [bool(next(flags)) for _ in handle.exposed] for handle in trainable}
+        chosen = [handle for handle in trainable if any(has[handle])]
         wholes = gather_flat(unit, [_shard_grad(handle) for handle in chosen], chosen)
-        return dict(zip(chosen, wholes, strict=True))
+        return {
+            handle: _FullGrad(whole, has[handle] if handle.orig_mode else has[handle] * len(handle.params))
+            for handle, whole in zip(chosen, wholes, strict=True)
+        }
 
     def _write_grads_back(self, handle: FlatParamHandle, whole: torch.Tensor) -> None:
         owned = handle.layout.owned(handle.rank)

@@ -25,7 +25,7 @@ from .buffers import GradBuffer
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Accumulated", "Reduction", "collect", "publish"]
+__all__ = ["Accumulated", "Mark", "Reduction", "collect", "publish"]
 
 
 @dataclass(slots=True)
@@ -54,13 +54,45 @@ class Accumulated:
     Attributes:
         buffer: Their sum so far.
         used: For each parameter whether any backward computed a gradient for it.
-        marks: For each exposed parameter the gradient it shows meanwhile and that tensor's version; a user's
-            ``zero_grad`` shows by them.
+        marks: What each exposed parameter shows as its gradient meanwhile.
     """
 
     buffer: GradBuffer
     used: list[bool]
-    marks: list[tuple[torch.Tensor, int]]
+    marks: list[Mark]
+
+
+@dataclass(slots=True)
+class Mark:
+    """The gradient a parameter shows while its new one is still unsharded; a user's ``zero_grad`` leaves a trace on it.
+
+    Attributes:
+        grad: The gradient it had before, or zeros if it had none.
+        version: That tensor's version.
+        invented: Whether it had none.
+    """
+
+    grad: torch.Tensor
+    version: int
+    invented: bool
+
+    @classmethod
+    def put_on(cls, param: nn.Parameter) -> Mark:
+        """Give ``param`` a gradient if it has none, and remember what it is."""
+        invented = param.grad is None
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        return cls(param.grad, param.grad._version, invented)
+
+    def take_off(self, param: nn.Parameter) -> bool:
+        """Take an invented gradient away again; returns whether the user zeroed the gradient in the meantime."""
+        if param.grad is None:
+            return True
+        changed = param.grad is not self.grad or self.grad._version != self.version
+        zeroed = changed and not bool(param.grad.any())
+        if self.invented and not zeroed:
+            param.grad = None
+        return zeroed
 
 
 def collect(handle: FlatParamHandle, buffer: GradBuffer, *, add: bool) -> list[bool]:

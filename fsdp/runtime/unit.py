@@ -18,7 +18,7 @@ from ..errors import TrainingStateError, describe
 from ..flat.handle import FlatParamHandle
 from . import precision
 from .buffers import GradBuffer
-from .reduction import Accumulated, Reduction, collect
+from .reduction import Accumulated, Mark, collect
 
 if TYPE_CHECKING:
     from .root import Root
@@ -198,9 +198,9 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         root = self.root
         entering = not root.stack
-        root.stack.append(self)
         if entering:
             root.begin_forward(self)
+        root.stack.append(self)
         if self.summoned:
             self._check_summoned_forward()
         else:
@@ -396,7 +396,7 @@ class Unit:
                 buffer = earlier.buffer
                 now = collect(handle, buffer, add=True)
                 used = [a or b for a, b in zip(now, earlier.used, strict=True)]
-            marks = [_mark(param) for param in handle.exposed]
+            marks = [Mark.put_on(param) for param in handle.exposed]
             self._accumulated[handle] = Accumulated(buffer, used, marks)
 
     def take_accumulated(self, handle: FlatParamHandle) -> Accumulated | None:
@@ -405,7 +405,7 @@ class Unit:
         if kept is None:
             return None
         dropped = [
-            _was_zeroed(param, mark)
+            mark.take_off(param)
             for param, mark in zip(handle.exposed, kept.marks, strict=True)
         ]
         if all(dropped):
@@ -437,17 +437,3 @@ class Unit:
                 handle.expose_sharded()
         self.reshard()
 
-
-def _mark(param: nn.Parameter) -> tuple[torch.Tensor, int]:
-    """Give ``param`` a gradient of zeros if it has none, so that ``zero_grad`` leaves a trace; see ``Accumulated``."""
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad, param.grad._version
-
-
-def _was_zeroed(param: nn.Parameter, mark: tuple[torch.Tensor, int]) -> bool:
-    grad, version = mark
-    if param.grad is None:
-        return True
-    changed = param.grad is not grad or grad._version != version
-    return changed and not bool(param.grad.any())

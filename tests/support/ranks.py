@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
@@ -173,7 +174,6 @@ class _World:
     def __enter__(self) -> _World:
         context = _fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        self._deadline = time.monotonic() + self._timeout
         try:
             for rank in range(self._world_size):
                 ours, theirs = context.Pipe()
@@ -193,6 +193,7 @@ class _World:
         except BaseException:
             self.__exit__()
             raise
+        self._deadline = time.monotonic() + self._timeout
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -278,6 +279,7 @@ def _state(outcome: Outcome) -> str:
     return f"raised {outcome.error_type}: {outcome.message}" if outcome.error_type else "returned"
 
 
+@functools.cache
 def _fork_server() -> Any:
     """The multiprocessing context of the preloaded server, which the first call starts (2 to 8 s)."""
     context = multiprocessing.get_context("forkserver")
@@ -298,7 +300,15 @@ def _fork_server() -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    # The server forks only once its imports are done; that time must not count against any test's timeout.
+    first = context.Process(target=_do_nothing, daemon=True)
+    first.start()
+    first.join()
     return context
+
+
+def _do_nothing() -> None:
+    """Body of the first process."""
 
 
 @dataclass(frozen=True)
