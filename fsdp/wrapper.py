@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from . import _torch
@@ -38,6 +39,7 @@ from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.model import StateHooks, check_loadable
+from .state.optim import full_optim_state, optim_state_to_load
 from .state.names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, flat_param_name
 from .wrap import ParamExecOrderWrapPolicy
 
@@ -454,6 +456,79 @@ class FullyShardedDataParallel(nn.Module):
             rest = key[len(prefix) :]
             if not rest.startswith(FSDP_PREFIX):
                 state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state with whole tensors, keyed by names in the unwrapped model.
+
+        It can be loaded at any world size, wrapping and exposure, and into an optimizer of the unwrapped model.
+
+        Collective: every rank of ``group`` and of every unit's process group; one gather a unit.
+
+        Args:
+            model: A wrapper, or a module that contains some.
+            optim: Optimizer over the model's parameters.
+            optim_state_dict: ``optim.state_dict()``, if it was changed.
+            group: Ranks that take part; the default group if None.
+
+        Returns:
+            ``{"state": {fqn: {...}}, "param_groups": [...]}``, tensors on the CPU.
+
+        Raises:
+            UsageError: If the optimizer holds parameters that the model does not have.
+            CheckpointError: If a state tensor has neither its parameter's shape nor one element.
+        """
+        return full_optim_state(model, _units_in(model), optim, optim_state_dict, group=group)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """As :meth:`optim_state_dict`; an empty dict on all ranks but the first of ``group`` if ``rank0_only``.
+
+        Collective: every rank of ``group`` and of every unit's process group.
+        """
+        keep = not rank0_only or dist.get_rank(group) == 0
+        return full_optim_state(model, _units_in(model), optim, keep=keep, group=group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a whole optimizer state, to be given to ``optim.load_state_dict``.
+
+        Collective: none.
+
+        Args:
+            model: A wrapper, or a module that contains some.
+            optim: Optimizer over the model's parameters.
+            optim_state_dict: As :meth:`optim_state_dict` returns it, or the state dict of a plain optimizer over the
+                unwrapped model; the same on every rank.  It is not changed.
+            is_named_optimizer: Accepted for its name.
+            load_directly: Also load it into ``optim``.
+            group: Accepted for its name.
+
+        Raises:
+            CheckpointError: If the dict does not fit; it names the parameter.
+        """
+        local = optim_state_to_load(model, _units_in(model), optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(local)
+        return local
 
     # -- what other tools look at ----------------------------------------------------------------------------------
 

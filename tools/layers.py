@@ -103,17 +103,12 @@ def _module_name(path: Path, package: Path) -> str:
 def _imports(path: Path, module: str, package: str) -> Iterator[tuple[str, int, bool]]:
     """Yield the package's modules (or names) that a file imports, the line, and whether at module level."""
     tree = ast.parse(path.read_text(), str(path))
-    skipped = {
-        id(node) for guard in ast.walk(tree) if _is_type_checking(guard) for node in ast.walk(guard)
-    }
     top = {id(node) for node in tree.body}
     is_package = path.name == "__init__.py"
     base = (
         [] if module == "__init__" else module.split(".") if is_package else module.split(".")[:-1]
     )
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in _nodes_at_run_time(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
             prefix = package + "."
@@ -147,7 +142,7 @@ def _resolve(target: str, modules: dict[str, Path]) -> str | None:
 
 def _private_torch(path: Path) -> Iterator[str]:
     """Yield ``line: what`` for each non-public name of torch that a file imports or reaches."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in _nodes_at_run_time(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if _private_parts(alias.name)]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -171,8 +166,13 @@ def _private_parts(name: str) -> list[str]:
     return [part for part in rest if part.startswith("_") and not part.startswith("__")]
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+def _nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node of a file but those under ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _nodes_at_run_time(node)
 
 
 if __name__ == "__main__":

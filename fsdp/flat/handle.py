@@ -171,6 +171,10 @@ class FlatParamHandle:
 
     def load_whole(self, index: int, value: torch.Tensor) -> None:
         """Copy this rank's piece of ``value``, the whole of parameter ``index``, into the shard."""
+        self.cut_whole(index, value, out=self.shard)
+
+    def cut_whole(self, index: int, value: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Copy this rank's piece of ``value``, shaped like parameter ``index``, to its place in ``out`` ``[shard_numel]``."""
         slot, piece = self.layout.slots[index], self.pieces[index]
         if not piece.in_slot.numel:
             return
@@ -180,7 +184,7 @@ class FlatParamHandle:
                 slot.shape, slot.stride, dtype=value.dtype, device=value.device
             ).copy_(value)
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
-        self.shard[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
+        out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
 
     # -- exposure --------------------------------------------------------------------------------------------------
 
