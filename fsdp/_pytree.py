@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from . import _torch
 
 __all__ = ["iter_tensors", "map_tensors"]
+
+_PLAIN = (type(None), str, bytes, int, float)
 
 
 def iter_tensors(tree: Any) -> list[torch.Tensor]:
@@ -28,23 +30,22 @@ def iter_tensors(tree: Any) -> list[torch.Tensor]:
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         found.append(tree)
-    elif tree is None or isinstance(tree, str | bytes | int | float):
-        return
-    elif isinstance(tree, PackedSequence):
-        found.append(tree.data)
-    elif isinstance(tree, list | tuple | set | frozenset):
-        for item in tree:
-            _collect(item, found)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            _collect(item, found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for item in dataclasses.fields(tree):
-            _collect(getattr(tree, item.name, None), found)
-    else:
-        leaves = _torch.registered_children(tree)
-        for item in leaves or ():
-            _collect(item, found)
+    elif not isinstance(tree, _PLAIN):
+        for child in _children(tree):
+            _collect(child, found)
+
+
+def _children(tree: Any) -> Iterable[Any]:
+    """What a container holds; nothing for any other object."""
+    if isinstance(tree, PackedSequence):
+        return (tree.data,)
+    if isinstance(tree, list | tuple | set | frozenset):
+        return tree
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, item.name, None) for item in dataclasses.fields(tree)]
+    return _torch.registered_children(tree) or ()
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -58,7 +59,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
-    if tree is None or isinstance(tree, str | bytes | int | float):
+    if isinstance(tree, _PLAIN):
         return tree
     if isinstance(tree, PackedSequence):
         mapped = fn(tree.data)
@@ -87,10 +88,12 @@ def _map_mapping(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     if all(mapped[key] is item for key, item in tree.items()):
         return tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(fn, tree)  # a dict that is a dataclass too (transformers' ModelOutput)
+        return _map_dataclass(
+            fn, tree
+        )  # a dict that is a dataclass too (transformers' ModelOutput)
     if isinstance(tree, defaultdict):
         return defaultdict(tree.default_factory, mapped)
-    return type(tree)(mapped)  # type: ignore[call-arg]
+    return type(tree)(mapped)
 
 
 def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

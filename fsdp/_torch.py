@@ -22,7 +22,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Why: the only signal that every gradient of one ``backward()`` has arrived.  Since torch 1.x; removable when
     autograd offers a public end-of-backward hook.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
@@ -48,13 +48,17 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def make_raising_tensor(
-    cls: type[torch.Tensor], like: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+    cls: type[torch.Tensor],
+    like: torch.Tensor,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """A tensor of class ``cls`` with metadata and no memory; every operation reaches ``__torch_dispatch__``.
 
     Why: a sharded parameter must still answer ``.shape``, ``.dtype`` and ``.device`` and refuse everything else.
     """
-    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make = torch.Tensor._make_wrapper_subclass
     made: torch.Tensor = make(
         cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=False
     )
@@ -67,14 +71,14 @@ def all_gather_into(group: ProcessGroup, output: torch.Tensor, shard: torch.Tens
     Why: ``dist.all_gather_into_tensor`` spends several times the launch itself on argument checks and logging.
     torch 2.13 names the same binding ``all_gather_single``; this is the one place that chooses.
     """
-    launch = getattr(group, "_allgather_base", None) or group.all_gather_single
+    launch: Any = getattr(group, "_allgather_base", None) or group.all_gather_single
     work: Work = launch(output, shard)
     return work
 
 
 def reduce_scatter_into(group: ProcessGroup, output: torch.Tensor, whole: torch.Tensor) -> Work:
     """Launch a summing reduce-scatter of ``whole`` into this rank's ``output`` (see :func:`all_gather_into`)."""
-    launch = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
+    launch: Any = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
     work: Work = launch(output, whole)
     return work
 
@@ -146,7 +150,9 @@ def foreach_add(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Non
     torch._foreach_add_(targets, sources)
 
 
-def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+def foreach_norm(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """The ``order``-norm of each tensor, accumulated in ``dtype`` (see :func:`foreach_copy`)."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
@@ -206,3 +212,16 @@ def materialize_parameter(param: nn.Parameter, values: torch.Tensor) -> nn.Param
     torch.utils.swap_tensors(param, fresh)
     vars(param).update(attributes)
     return param
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forward pre-hooks registered on ``module``.
+
+    Why: whether a module is wrapped shows by whose hooks sit on it, so nothing has to be written on the module.
+    """
+    return list(module._forward_pre_hooks.values())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How many in-place writes ``tensor`` has seen.  Why: a user's ``zero_grad`` shows by it."""
+    return tensor._version

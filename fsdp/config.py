@@ -143,9 +143,7 @@ class MixedPrecision(_ShortRepr):
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             _check_float_dtype("MixedPrecision", name, getattr(self, name))
-        object.__setattr__(
-            self, "_module_classes_to_ignore", tuple(self._module_classes_to_ignore)
-        )
+        object.__setattr__(self, "_module_classes_to_ignore", tuple(self._module_classes_to_ignore))
 
 
 @dataclass(frozen=True, repr=False)

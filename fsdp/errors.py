@@ -123,7 +123,12 @@ def describe(
     """Write a message in the house form: what happened, where, on which rank, what to do.
 
     Example:
-        >>> describe("Parameter is sharded", remedy="Use summon_full_params.", unit="blocks.0", rank=(1, 4))
+        >>> describe(
+        ...     "Parameter is sharded",
+        ...     remedy="Use summon_full_params.",
+        ...     unit="blocks.0",
+        ...     rank=(1, 4),
+        ... )
         "Parameter is sharded. [unit 'blocks.0', rank 1 of 4] Use summon_full_params."
     """
     places = []

@@ -1,9 +1,9 @@
 """Which submodules become units: policies, and the planner that asks them.
 
 A policy is either a :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, a set of module classes, or a function
-``policy(module, recurse, nonwrapped_numel) -> bool``: asked with ``recurse=True`` whether to look below ``module``, with
-``recurse=False`` whether to wrap it, given the number of its parameters that are not wrapped yet.  The last argument
-may also be called ``unwrapped_params``.
+``policy(module, recurse, nonwrapped_numel) -> bool``: asked with ``recurse=True`` whether to look below ``module``,
+with ``recurse=False`` whether to wrap it, given the number of its parameters that are not wrapped yet.  The last
+argument may also be called ``unwrapped_params``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -58,10 +58,14 @@ def lambda_auto_wrap_policy(
     Collective: none.
 
     Example:
-        >>> policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
+        >>> policy = functools.partial(
+        ...     lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear)
+        ... )
     """
     if lambda_fn is None:
-        raise ConfigError("lambda_auto_wrap_policy needs lambda_fn: bind it with functools.partial.")
+        raise ConfigError(
+            "lambda_auto_wrap_policy needs lambda_fn: bind it with functools.partial."
+        )
     return True if recurse else lambda_fn(module)
 
 
@@ -208,7 +212,13 @@ class CustomPolicy(_Policy):
     Collective: none.
 
     Example:
-        >>> CustomPolicy(lambda m: {"sharding_strategy": SHARD_GRAD_OP} if m is model.head else isinstance(m, Block))
+        >>> CustomPolicy(
+        ...     lambda m: (
+        ...         {"sharding_strategy": SHARD_GRAD_OP}
+        ...         if m is model.head
+        ...         else isinstance(m, Block)
+        ...     )
+        ... )
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -230,7 +240,7 @@ class CustomPolicy(_Policy):
                     "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
                     f"{answer!r} for a {type(module).__name__}."
                 )
-            if answer is True or isinstance(answer, dict) and answer:
+            if answer is True or (isinstance(answer, dict) and answer):
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
 
@@ -272,9 +282,9 @@ def _ask(policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: in
     Raises:
         ConfigError: If the answer is no boolean.
     """
-    answer = policy(module, recurse, **{_numel_keyword(policy): numel}) if _numel_keyword(
-        policy
-    ) else policy(module, recurse, numel)
+    keyword = _numel_keyword(policy)
+    by_name: dict[str, Any] = {} if keyword is None else {keyword: numel}
+    answer = policy(module, recurse, *(() if by_name else (numel,)), **by_name)
     if isinstance(answer, bool) or type(answer).__name__ == "bool":
         return bool(answer)
     name = getattr(policy, "__name__", None) or getattr(
@@ -329,8 +339,8 @@ def select_units(
         picked.pop(root, None)
         chosen = {module: picked[module] for module in _post_order(root) if module in picked}
     else:
-        chosen = dict.fromkeys(_select(root, policy, ignored_modules, ignored_params))
-        chosen = {module: {} for module in chosen}
+        selected = _select(root, policy, ignored_modules, ignored_params)
+        chosen = {module: {} for module in selected}
     containers = [module for module in chosen if type(module) in _NEVER_CALLED]
     if containers and not isinstance(policy, _Policy) and policy is always_wrap_policy:
         for module in containers:
@@ -346,8 +356,10 @@ def select_units(
 def _as_policy(policy: Any) -> _Policy | Callable[..., bool]:
     if isinstance(policy, set | frozenset | list | tuple):
         return ModuleWrapPolicy(policy)
-    if isinstance(policy, _Policy) or callable(policy):
+    if isinstance(policy, _Policy):
         return policy
+    if callable(policy):
+        return cast("Callable[..., bool]", policy)
     raise ConfigTypeError(
         f"auto_wrap_policy is a {type(policy).__name__}: expected a policy, a function or a set of module classes."
     )
@@ -413,7 +425,7 @@ def _with_uncast_classes(
 ) -> dict[nn.Module, dict[str, Any]]:
     """Make units of their own, computing in full precision, of the classes mixed precision leaves alone."""
     precision = root_kwargs.get("mixed_precision")
-    if precision is None or precision.param_dtype is None and precision.buffer_dtype is None:
+    if precision is None or (precision.param_dtype is None and precision.buffer_dtype is None):
         return chosen
     classes = tuple(precision._module_classes_to_ignore)
     uncast = [
@@ -430,7 +442,10 @@ def _with_uncast_classes(
         FsdpWarning,
         stacklevel=4,
     )
-    every = {**chosen, **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in uncast}}
+    every = {
+        **chosen,
+        **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in uncast},
+    }
     return {module: every[module] for module in _post_order(root) if module in every}
 
 
@@ -455,7 +470,9 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
         UnsupportedError: If contexts are nested.
     """
     if _ConfigAutoWrap.in_autowrap_context:
-        raise UnsupportedError("You are already within an autowrap context and nesting is not supported.")
+        raise UnsupportedError(
+            "You are already within an autowrap context and nesting is not supported."
+        )
     _ConfigAutoWrap.in_autowrap_context = True
     _ConfigAutoWrap.wrapper_cls = wrapper_cls
     _ConfigAutoWrap.kwargs = wrapper_kwargs
@@ -475,7 +492,9 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     if not _ConfigAutoWrap.in_autowrap_context:
         return module
     assert _ConfigAutoWrap.wrapper_cls is not None
-    return _wrap(module, _ConfigAutoWrap.wrapper_cls, **{**_ConfigAutoWrap.kwargs, **wrap_overrides})
+    return _wrap(
+        module, _ConfigAutoWrap.wrapper_cls, **{**_ConfigAutoWrap.kwargs, **wrap_overrides}
+    )
 
 
 def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
@@ -499,7 +518,9 @@ def _recursive_wrap(
     if isinstance(wrapper_cls, type):
         for name, child in module.named_modules():
             if child not in ignored_modules and isinstance(child, wrapper_cls):
-                raise ConfigError(f"Child module {name} is already wrapped by {wrapper_cls.__name__}.")
+                raise ConfigError(
+                    f"Child module {name} is already wrapped by {wrapper_cls.__name__}."
+                )
     units = _select(module, auto_wrap_policy, ignored_modules, ignored_params)
     done: dict[nn.Module, nn.Module] = {}
     for unit in units:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _torch
-from .comm.collectives import Collectives
 from .comm.topology import Axes, resolve_axes
 from .config import (
     BackwardPrefetch,
@@ -22,7 +21,14 @@ from .config import (
     ShardingStrategy,
     TrainingState,
 )
-from .errors import CheckpointError, ConfigError, ConfigTypeError, TrainingStateError, UsageError, describe
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigTypeError,
+    TrainingStateError,
+    UsageError,
+    describe,
+)
 from .flat.handle import FlatParamHandle
 from .flat.parameter import FlatParameter
 from .init.build import (
@@ -39,8 +45,8 @@ from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.model import StateHooks, check_loadable
-from .state.optim import full_optim_state, optim_state_to_load
 from .state.names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, flat_param_name
+from .state.optim import full_optim_state, optim_state_to_load
 from .wrap import ParamExecOrderWrapPolicy
 
 if TYPE_CHECKING:
@@ -118,9 +124,9 @@ class FullyShardedDataParallel(nn.Module):
         )
         axes = resolve_axes(strategy, process_group, device_mesh)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, is_wrapped=_is_wrapped)
-        self._exec_order_policy = auto_wrap_policy if isinstance(
-            auto_wrap_policy, ParamExecOrderWrapPolicy
-        ) else None
+        self._exec_order_policy = (
+            auto_wrap_policy if isinstance(auto_wrap_policy, ParamExecOrderWrapPolicy) else None
+        )
         if self._exec_order_policy is not None:
             auto_wrap_policy = self._exec_order_policy.init_policy
             forward_prefetch = True
@@ -135,7 +141,7 @@ class FullyShardedDataParallel(nn.Module):
                 "mixed_precision", mixed_precision, MixedPrecision, MixedPrecision()
             ),
             param_init_fn=param_init_fn,
-            device=compute_device(module, device_id, ignored, axes),
+            device=compute_device(module, device_id, ignored),
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
@@ -251,9 +257,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._unit.index == 0
 
     @staticmethod
-    def fsdp_modules(
-        module: nn.Module, root_only: bool = False
-    ) -> list[FullyShardedDataParallel]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Every wrapper in ``module``, itself included, in ``modules()`` order; outermost ones only if asked.
 
         Collective: none.
@@ -324,9 +328,7 @@ class FullyShardedDataParallel(nn.Module):
                     remedy="Run the last backward of the accumulation outside no_sync.",
                 )
             )
-        managed = {
-            param for unit in units for handle in unit.handles for param in handle.exposed
-        }
+        managed = {param for unit in units for handle in unit.handles for param in handle.exposed}
         others = [param for param in self.parameters() if param not in managed]
         return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
 
@@ -339,7 +341,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             ConfigError: If ``hook`` is not callable.
-            TrainingStateError: If this is not the outermost wrapper, a hook is registered already, or a forward has run.
+            TrainingStateError: If this is not the outermost wrapper, a hook is registered already, or a forward has
+                run.
         """
         if not callable(hook):
             raise ConfigError(f"The communication hook must be callable but got {hook!r}.")
@@ -396,7 +399,7 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- state dicts -----------------------------------------------------------------------------------------------
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Whole parameters and buffers, copied, under the names they have in the unwrapped model.
@@ -703,7 +706,7 @@ def _put_wrappers_in_place(
     for parent in list(root.modules()):
         table = _torch.child_table(parent)
         for name, child in table.items():
-            if child in wrappers:
+            if child is not None and child in wrappers:
                 table[name] = wrappers[child]
 
 
@@ -796,8 +799,9 @@ def _metadata_for(wrapper: nn.Module, metadata: Mapping[str, Any]) -> OrderedDic
     return found
 
 
-def _strict_error(module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> Exception:
-
+def _strict_error(
+    module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]
+) -> Exception:
 
     lines = []
     if unexpected:

@@ -19,7 +19,7 @@ __all__ = ["DONE", "Collectives", "Gather", "Pending", "Reduce", "Work"]
 class Work(Protocol):
     """Something started."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Block the host (CPU) or the current stream (accelerators) until it has finished."""
 
 

@@ -1,8 +1,8 @@
 """Communication hooks for gradients, and the states they need.
 
-A hook is called as ``hook(state, grad, output)`` for sharded units: reduce ``grad`` ``[world_size * n]`` over the group
-and leave this rank's slice of the mean in ``output`` ``[n]``; and as ``hook(state, grad)`` for ``NO_SHARD``: average ``grad`` in
-place.
+A hook is called as ``hook(state, grad, output)`` for sharded units: reduce ``grad`` ``[world_size * n]`` over the
+group and leave this rank's slice of the mean in ``output`` ``[n]``; and as ``hook(state, grad)`` for ``NO_SHARD``:
+average ``grad`` in place.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class NativeCollectives:
         """One in-place ``all_gather_into_tensor`` a flat parameter, coalesced into one launch."""
         return self._launch(
             [
-                lambda g=gather: _torch.all_gather_into(self._group, g.whole, g.slices[self.rank])
+                partial(_torch.all_gather_into, self._group, gather.whole, gather.slices[self.rank])
                 for gather in gathers
             ]
         )
@@ -78,7 +79,7 @@ class NativeCollectives:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
         return self._launch(
             [
-                lambda r=reduce: _torch.reduce_scatter_into(self._group, r.out, r.whole)
+                partial(_torch.reduce_scatter_into, self._group, reduce.out, reduce.whole)
                 for reduce in reduces
             ]
         )
@@ -86,7 +87,7 @@ class NativeCollectives:
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
         return self._launch(
-            [lambda t=tensor: _torch.all_reduce(self._group, t, _OPS[op]) for tensor in tensors]
+            [partial(_torch.all_reduce, self._group, tensor, _OPS[op]) for tensor in tensors]
         )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
@@ -124,10 +125,10 @@ class PointToPointCollectives:
             tag = self._next_tag()
             own = gather.slices[self.rank]
             if own.numel():
-                for peer in self._peers:
-                    works.append(self._group.recv([gather.slices[peer]], peer, tag))
-                for peer in self._peers:
-                    works.append(self._group.send([own], peer, tag))
+                works += [
+                    self._group.recv([gather.slices[peer]], peer, tag) for peer in self._peers
+                ]
+                works += [self._group.send([own], peer, tag) for peer in self._peers]
         return Pending(works)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
@@ -142,19 +143,18 @@ class PointToPointCollectives:
             received = torch.empty((self.size - 1) * numel, dtype=reduce.out.dtype).split(numel)
             for peer, chunk in zip(self._peers, received, strict=True):
                 works.append(self._group.recv([chunk], peer, tag))
-            for peer in self._peers:
-                works.append(self._group.send([reduce.slices[peer]], peer, tag))
+            works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in self._peers]
             by_rank = dict(zip(self._peers, received, strict=True))
             by_rank[self.rank] = reduce.slices[self.rank]
             sums.append(_OrderedSum([by_rank[rank] for rank in range(self.size)], reduce.out))
         return Pending([*works, *sums])
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
-        """gloo's own all-reduce."""
+        """Gloo's own all-reduce."""
         return Pending([_torch.all_reduce(self._group, tensor, _OPS[op]) for tensor in tensors])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
-        """gloo's own broadcast."""
+        """Gloo's own broadcast."""
         return _broadcast(self._group, tensors, source)
 
     def _next_tag(self) -> int:

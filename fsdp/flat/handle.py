@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import UsageError, describe
-from .layout import FlatLayout, Piece, build_layout
+from .layout import FlatLayout, Piece, Span, build_layout
 from .parameter import (
     FlatParameter,
     FlatParamShardMetadata,
@@ -25,6 +25,7 @@ from .views import Exposure, ShardedStandIn, slot_view
 __all__ = ["FlatParamHandle"]
 
 _ALIGNMENT_BYTES = 16
+_NOTHING = Span(0, 0)
 
 
 class FlatParamHandle:
@@ -122,9 +123,7 @@ class FlatParamHandle:
         """What of each original parameter this rank's shard holds."""
         held = [
             (param.fqn, slot, piece)
-            for param, slot, piece in zip(
-                self.params, self.layout.slots, self.pieces, strict=True
-            )
+            for param, slot, piece in zip(self.params, self.layout.slots, self.pieces, strict=True)
             if piece.in_slot.numel
         ]
         return FlatParamShardMetadata(
@@ -143,7 +142,7 @@ class FlatParamHandle:
         """Set how a name in the unit becomes a name in the unwrapped model (for messages and stand-ins)."""
         self._name_of = name_of
         for param, stand_in in zip(self.params, self._stand_ins, strict=True):
-            stand_in._fqn = name_of(param.fqn)
+            stand_in.fqn = name_of(param.fqn)
 
     # -- residency -------------------------------------------------------------------------------------------------
 
@@ -174,7 +173,10 @@ class FlatParamHandle:
         self.cut_whole(index, value, out=self.shard)
 
     def cut_whole(self, index: int, value: torch.Tensor, *, out: torch.Tensor) -> None:
-        """Copy this rank's piece of ``value``, shaped like parameter ``index``, to its place in ``out`` ``[shard_numel]``."""
+        """Copy this rank's piece of ``value``, shaped like parameter ``index``, to its place in ``out``.
+
+        ``out`` is ``[shard_numel]``.
+        """
         slot, piece = self.layout.slots[index], self.pieces[index]
         if not piece.in_slot.numel:
             return
@@ -257,8 +259,12 @@ class FlatParamHandle:
         """
         values = [self._current_value(index) for index in range(len(self.params))]
         model = self.flat_param if not self.orig_mode else self.params[0].param
-        if model.dtype != self.shard.dtype or model.device != self.shard.device or not self.orig_mode:
-            self._replace_shard(self.flat_param.data.to(model.device, model.dtype))
+        if (
+            model.dtype != self.shard.dtype
+            or model.device != self.shard.device
+            or not self.orig_mode
+        ):
+            self.flat_param.data = self.flat_param.data.to(model.device, model.dtype)
         for value, piece in zip(values, self.pieces, strict=True):
             if value is not None and piece.in_shard.numel:
                 target = self.shard[piece.in_shard.start : piece.in_shard.stop]
@@ -269,11 +275,6 @@ class FlatParamHandle:
         self._point_at_shard()
         self.expose_sharded()
         self.name_with(self._name_of)
-
-    def rebuild(self) -> None:
-        """Follow ``module.to(...)``, ``.half()`` and the like, which replace the data of every parameter."""
-        if self.user_changed():
-            self.adopt_changes()
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -296,18 +297,20 @@ class FlatParamHandle:
         )
         self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
         self._stand_ins = [
-            ShardedStandIn.make(self._name_of(managed.fqn), flat, slot, managed.param.requires_grad)
+            ShardedStandIn.make(
+                self._name_of(managed.fqn), flat, slot, requires_grad=managed.param.requires_grad
+            )
             for managed, slot in zip(self.params, self.layout.slots, strict=True)
         ]
         for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True):
             source = managed.param if self.orig_mode else self.flat_param
             leaf.requires_grad_(source.requires_grad)
-        shown = [managed.param if self.orig_mode else None for managed in self.params]
+        hidden: list[torch.Tensor] = list(self._stand_ins)
+        if self.orig_mode:
+            hidden = [managed.param for managed in self.params]
         per_site = [index for index, managed in enumerate(self.params) for _ in managed.sites]
         self._leaf_writes = self._exposure.prepare(self.unsharded.leaves[i] for i in per_site)
-        self._sharded_writes = self._exposure.prepare(
-            shown[i] if self.orig_mode else self._stand_ins[i] for i in per_site
-        )
+        self._sharded_writes = self._exposure.prepare(hidden[i] for i in per_site)
 
     def _prepare_exposure(self) -> None:
         sites = [site for managed in self.params for site in managed.sites]
@@ -327,16 +330,13 @@ class FlatParamHandle:
     def _point_at_shard(self) -> None:
         """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
         shard = self.flat_param.data
-        self.flat_param._local_shard = shard
+        self.flat_param._local_shard = shard  # noqa: SLF001 the reference's name
         for managed, piece in zip(self.params, self.pieces, strict=True):
-            span = piece.in_shard if self.orig_mode else piece.in_shard.__class__(0, 0)
+            span = piece.in_shard if self.orig_mode else _NOTHING
             managed.param.data = shard[span.start : span.stop]
         self._watched: list[nn.Parameter] = self.exposed
         self._pointers = [param.data_ptr() for param in self._watched]
         self._wanted_grads = [param.requires_grad for param in self._watched]
-
-    def _replace_shard(self, shard: torch.Tensor) -> None:
-        self.flat_param.data = shard
 
     def _current_value(self, index: int) -> torch.Tensor | None:
         """This rank's piece of what the user left at parameter ``index``; None where nothing was changed."""
@@ -374,19 +374,20 @@ class FlatParamHandle:
 
     def _shown_at(self, managed: ManagedParam) -> object:
         """What attribute lookup finds at the first site whose content is not the expected one."""
+        current: object = None
         for site in managed.sites:
             table = _torch.parameter_table(site.module)
             current = table.get(site.name, site.module.__dict__.get(site.name))
             if current is not managed.param and not isinstance(current, ShardedStandIn):
-                return current
+                break
         return current
 
     def _check_flat_shape(self) -> None:
-        if self.flat_param.shape != self.flat_param._sharded_size:
+        if self.flat_param.numel() != self.layout.shard_numel or self.flat_param.dim() != 1:
             raise UsageError(
                 describe(
                     f"the data of a flat parameter was replaced by shape {tuple(self.flat_param.shape)}: expected "
-                    f"{tuple(self.flat_param._sharded_size)}",
+                    f"{(self.layout.shard_numel,)}",
                     fqn=self.fqns[0],
                     remedy="Change parameters inside summon_full_params.",
                 ),
@@ -396,7 +397,7 @@ class FlatParamHandle:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself if its elements fill a block of memory once each, else a contiguous copy."""
-    order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim))
+    order = sorted(range(tensor.dim()), key=tensor.stride)
     expected = 1
     for dim in order:
         if tensor.size(dim) > 1:

@@ -87,7 +87,9 @@ class FlatLayout:
     def __post_init__(self) -> None:
         end = 0
         for slot in self.slots:
-            assert slot.span.start >= end, f"slot {slot} overlaps the one before it, which ends at {end}"
+            assert slot.span.start >= end, (
+                f"slot {slot} overlaps the one before it, which ends at {end}"
+            )
             end = slot.span.stop
         assert end <= self.padded_numel, f"slots end at {end}, beyond {self.padded_numel}"
 

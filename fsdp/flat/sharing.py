@@ -57,15 +57,6 @@ class ManagedParam:
         return self.sites[0].fqn
 
 
-@dataclass(slots=True)
-class _Found:
-    """A parameter met during the walk: where, and below which units each time."""
-
-    param: nn.Parameter
-    sites: list[tuple[nn.Module, str, str]]
-    chain: tuple[nn.Module, ...]
-
-
 def assign_owners(
     root: nn.Module,
     units: Collection[nn.Module],
@@ -86,49 +77,65 @@ def assign_owners(
     Returns:
         For ``root`` and each of ``units`` its parameters in the order of the module walk; tied parameters once.
     """
-    found: dict[nn.Parameter, _Found] = {}
-    names: dict[nn.Module, str] = {root: ""}
-    seen: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
-
-    def visit(module: nn.Module, prefix: str, chain: tuple[nn.Module, ...]) -> None:
-        if module in units:
-            chain = (*chain, module)
-            names.setdefault(module, prefix)
-        if is_boundary(module) or (module, chain) in seen:
-            return
-        seen.add((module, chain))
-        for name, param in _torch.parameter_table(module).items():
-            if param is None or is_ignored(param):
-                continue
-            entry = found.setdefault(param, _Found(param, [], chain))
-            entry.chain = _common_prefix(entry.chain, chain)
-            site = (module, name, join_names(prefix, name))
-            if all(module is not other or name != taken for other, taken, _ in entry.sites):
-                entry.sites.append(site)
-        for name, child in module.named_children():
-            visit(child, join_names(prefix, name), chain)
-        _visit_repeated_children(module, prefix, chain)
-
-    def _visit_repeated_children(
-        module: nn.Module, prefix: str, chain: tuple[nn.Module, ...]
-    ) -> None:
-        """Names of a child that ``named_children`` has already given once: a module registered twice."""
-        first: dict[nn.Module, str] = {}
-        for name, child in _torch.child_table(module).items():
-            if child is not None and first.setdefault(child, name) != name:
-                visit(child, join_names(prefix, name), chain)
-
-    visit(root, "", (root,))
+    walk = _Walk(units, is_ignored, is_boundary)
+    walk.visit(root, "", (root,))
     owned: dict[nn.Module, list[ManagedParam]] = {unit: [] for unit in (root, *units)}
-    for entry in found.values():
-        owner = entry.chain[-1]
-        start = len(names[owner]) + 1 if names[owner] else 0
+    for param, found in walk.found.items():
+        owner = found.chain[-1]
+        start = len(walk.names[owner]) + 1 if walk.names.get(owner) else 0
         sites = [
             Site(module, name, fqn[start:], tuple(_torch.parameter_table(module)))
-            for module, name, fqn in entry.sites
+            for (module, name), fqn in found.sites.items()
         ]
-        owned[owner].append(ManagedParam(entry.param, sites))
+        owned[owner].append(ManagedParam(param, sites))
     return owned
+
+
+@dataclass(slots=True)
+class _Found:
+    """A parameter met during the walk.
+
+    Attributes:
+        chain: The units around every one of its sites, outermost first.
+        sites: Module and attribute name of each site, with its dotted name.
+    """
+
+    chain: tuple[nn.Module, ...]
+    sites: dict[tuple[nn.Module, str], str] = field(default_factory=dict)
+
+
+class _Walk:
+    """Visits every path through the module tree and notes where each parameter is and which units are around it."""
+
+    def __init__(
+        self,
+        units: Collection[nn.Module],
+        is_ignored: Callable[[nn.Parameter], bool],
+        is_boundary: Callable[[nn.Module], bool],
+    ) -> None:
+        self.found: dict[nn.Parameter, _Found] = {}
+        self.names: dict[nn.Module, str] = {}
+        self._units = frozenset(units)
+        self._is_ignored = is_ignored
+        self._is_boundary = is_boundary
+        self._seen: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
+
+    def visit(self, module: nn.Module, prefix: str, chain: tuple[nn.Module, ...]) -> None:
+        """Visit ``module``, found under ``prefix`` and below the units ``chain``, and everything below it."""
+        if module in self._units:
+            chain = (*chain, module)
+            self.names.setdefault(module, prefix)
+        if self._is_boundary(module) or (module, chain) in self._seen:
+            return
+        self._seen.add((module, chain))
+        for name, param in _torch.parameter_table(module).items():
+            if param is not None and not self._is_ignored(param):
+                found = self.found.setdefault(param, _Found(chain))
+                found.chain = _common_prefix(found.chain, chain)
+                found.sites.setdefault((module, name), join_names(prefix, name))
+        for name, child in _torch.child_table(module).items():
+            if child is not None:
+                self.visit(child, join_names(prefix, name), chain)
 
 
 def _common_prefix(

@@ -31,24 +31,24 @@ class ShardedStandIn(torch.Tensor):
     dtype, because module code asks for them (``x.to(self.weight.dtype)``) before its forward runs.
     """
 
-    _fqn: str
+    fqn: str
 
     @staticmethod
-    def make(fqn: str, like: torch.Tensor, slot: Slot, requires_grad: bool) -> ShardedStandIn:
+    def make(fqn: str, like: torch.Tensor, slot: Slot, *, requires_grad: bool) -> ShardedStandIn:
         """Build the stand-in of the parameter ``fqn``, which lies in ``slot``; dtype and device as ``like``."""
         made = _torch.make_raising_tensor(
             ShardedStandIn, like, torch.Size(slot.shape), slot.stride, like.dtype
         )
         assert isinstance(made, ShardedStandIn)
-        made._fqn = fqn
+        made.fqn = fqn
         made.requires_grad = requires_grad
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<sharded parameter {self._fqn!r} of shape {tuple(self.shape)}, {self.dtype}>"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<sharded parameter {self.fqn!r} of shape {tuple(self.shape)}, {self.dtype}>"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -58,7 +58,7 @@ class ShardedStandIn(torch.Tensor):
         """Refuse every operation, naming the parameter."""
         flat_args = [*args, *(kwargs or {}).values()]
         touched = [item for item in _flatten(flat_args) if isinstance(item, cls)]
-        fqn = touched[0]._fqn if touched else None
+        fqn = touched[0].fqn if touched else None
         raise ShardedParameterError(
             describe(
                 f"{func} touched the values of a parameter that is sharded across ranks",

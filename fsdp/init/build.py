@@ -63,7 +63,7 @@ class BuildArguments:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose hooks sit on ``module``, if it is wrapped.  Collective: none."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in _torch.forward_pre_hooks(module):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Unit):
             return owner
@@ -93,9 +93,7 @@ def build_units(
     members = _members(root, set(inner), is_wrapped, ignored)
     built: dict[nn.Module, Unit] = {}
     for module in (*inner, root):
-        built[module] = _build_unit(
-            module, owners[module], members[module], overrides[module], ignored
-        )
+        built[module] = _build_unit(module, owners[module], members[module], overrides[module])
     return built
 
 
@@ -104,7 +102,6 @@ def _build_unit(
     params: list[ManagedParam],
     members: list[tuple[str, nn.Module]],
     arguments: BuildArguments,
-    ignored: Ignored,
 ) -> Unit:
     device = arguments.device
     shard = collectives_for(arguments.axes.shard, device)
@@ -222,11 +219,17 @@ def broadcast_states(
 
 def _as_bytes_if_odd(tensor: torch.Tensor) -> torch.Tensor:
     """Backends do not send every dtype (bool, uint16, ...); bytes they do."""
-    return tensor if tensor.dtype.is_floating_point else tensor.view(torch.uint8) if tensor.dim() else tensor
+    return (
+        tensor
+        if tensor.dtype.is_floating_point
+        else tensor.view(torch.uint8)
+        if tensor.dim()
+        else tensor
+    )
 
 
 def compute_device(
-    module: nn.Module, device_id: int | torch.device | None, ignored: Ignored, axes: Axes
+    module: nn.Module, device_id: int | torch.device | None, ignored: Ignored
 ) -> torch.device:
     """Where the units compute: ``device_id``, else where the parameters are.
 
@@ -240,7 +243,7 @@ def compute_device(
     params = [param for param in module.parameters() if param not in ignored.params]
     found = dict.fromkeys(param.device for param in params if not param.is_meta)
     on_accelerator = [device for device in found if device.type != "cpu"]
-    if wanted is None and len(found) > 1 or len(on_accelerator) > 1:
+    if (wanted is None and len(found) > 1) or len(on_accelerator) > 1:
         names = [
             name
             for name, param in module.named_parameters()
@@ -265,16 +268,17 @@ def compute_device(
     return torch.device("cpu") if not torch.cuda.is_available() else _current_cuda()
 
 
-def _device_from(device_id: int | torch.device | None) -> torch.device | None:
+def _device_from(device_id: object) -> torch.device | None:
     if device_id is None:
         return None
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        return torch.device(torch.accelerator.current_accelerator() or "cuda", device_id)
-    if not isinstance(device_id, torch.device | str):
+    if isinstance(device_id, bool) or not isinstance(device_id, int | torch.device):
         raise ConfigTypeError(
             f"device_id is a {type(device_id).__name__}: expected an int or a torch.device."
         )
-    device = torch.device(device_id)
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device(accelerator.type if accelerator else "cuda", device_id)
+    device = device_id
     if device.type == "cuda" and device.index is None:
         warnings.warn(
             f"FSDP got the argument `device_id` {device_id} without an index: the current device is used.",
@@ -297,9 +301,7 @@ def check_not_wrapped(module: nn.Module, is_wrapped: Callable[[nn.Module], bool]
         ConfigError: If it is wrapped already, or is a container that is never called.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigTypeError(
-            f"module is a {type(module).__name__}: expected a torch.nn.Module."
-        )
+        raise ConfigTypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module.")
     earlier = unit_of(module)
     if is_wrapped(module) or (earlier is not None and earlier.handles):
         raise ConfigError(

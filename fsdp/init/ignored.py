@@ -40,7 +40,9 @@ def resolve_ignored(
         ConfigError: If both are given, kinds are mixed, or a wrapper is to be ignored.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ConfigError("Cannot pass both ignored_modules and ignored_states: pass ignored_states alone.")
+        raise ConfigError(
+            "Cannot pass both ignored_modules and ignored_states: pass ignored_states alone."
+        )
     name = "ignored_modules" if ignored_states is None else "ignored_states"
     listed = _listed(name, ignored_modules if ignored_states is None else ignored_states)
     params = [item for item in listed if isinstance(item, nn.Parameter)]
@@ -73,9 +75,8 @@ def resolve_ignored(
 def _listed(name: str, items: Iterable[object] | None) -> list[object]:
     if items is None:
         return []
-    if isinstance(items, nn.Module | nn.Parameter):
-        if isinstance(items, nn.Parameter) or type(items) not in (nn.ModuleList, nn.Sequential):
-            raise ConfigTypeError(f"`{name}` should be an iterable but got {type(items).__name__}.")
+    if isinstance(items, nn.Parameter):
+        raise ConfigTypeError(f"`{name}` should be an iterable but got one parameter.")
     try:
         return list(items)
     except TypeError:

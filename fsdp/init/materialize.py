@@ -67,7 +67,10 @@ def _materialize_module(
     """Materialise one module; returns the names of tensors that initialisation did not write."""
     tables = (_torch.parameter_table(module), _torch.buffer_table(module))
     meta = [
-        (table, key) for table in tables for key, tensor in table.items() if tensor is not None and tensor.is_meta
+        (table, key)
+        for table in tables
+        for key, tensor in table.items()
+        if tensor is not None and tensor.is_meta
     ]
     if not meta:
         return []

@@ -1,0 +1,1 @@
+"""What belongs to optimizers: clipping by the norm of the whole gradient."""

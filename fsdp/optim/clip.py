@@ -69,10 +69,7 @@ def _power_sum(
 ) -> torch.Tensor:
     """Sum of ``|g| ** p`` over all elements; the maximum, minimum or count for p of inf, -inf and 0."""
     grads = [grad for grad in grads if grad.numel()]
-    if norm_type == math.inf:
-        empty = 0.0
-    else:
-        empty = math.inf if norm_type == -math.inf else 0.0
+    empty = math.inf if norm_type == -math.inf else 0.0
     if not grads:
         return torch.full((), empty, dtype=dtype, device=device)
     norms = torch.stack(

@@ -20,7 +20,9 @@ from .unit import Unit
 __all__ = ["gather_flat", "summon_unit", "summon_units"]
 
 
-def gather_flat(unit: Unit, own: Sequence[torch.Tensor], handles: Sequence[FlatParamHandle]) -> list[torch.Tensor]:
+def gather_flat(
+    unit: Unit, own: Sequence[torch.Tensor], handles: Sequence[FlatParamHandle]
+) -> list[torch.Tensor]:
     """Gather one shard a handle into new ``[padded_numel]`` tensors, all in one launch.
 
     Collective: every rank of the unit's shard group.
@@ -69,9 +71,7 @@ class _Summoned:
         self._fulls = gather_flat(unit, [handle.shard for handle in unit.handles], unit.handles)
         self._shown = self._fulls
         grads = self._gather_grads() if with_grads else {}
-        self._stashed = [
-            [param.grad for param in handle.exposed] for handle in unit.handles
-        ]
+        self._stashed = [[param.grad for param in handle.exposed] for handle in unit.handles]
         unit.summoned = True
         if not show:
             return
@@ -127,7 +127,9 @@ class _Summoned:
         chosen = [handle for handle in trainable if any(has[handle])]
         wholes = gather_flat(unit, [_shard_grad(handle) for handle in chosen], chosen)
         return {
-            handle: _FullGrad(whole, has[handle] if handle.orig_mode else has[handle] * len(handle.params))
+            handle: _FullGrad(
+                whole, has[handle] if handle.orig_mode else has[handle] * len(handle.params)
+            )
             for handle, whole in zip(chosen, wholes, strict=True)
         }
 
@@ -214,4 +216,3 @@ def summon_units(
                 )
             )
         yield
-

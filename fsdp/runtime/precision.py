@@ -52,7 +52,9 @@ def cast_buffers(unit: Unit) -> None:
 
 
 def restore_dtype(
-    saved: torch.Tensor, original: dict[tuple[nn.Module, str], torch.dtype], key: tuple[nn.Module, str]
+    saved: torch.Tensor,
+    original: dict[tuple[nn.Module, str], torch.dtype],
+    key: tuple[nn.Module, str],
 ) -> torch.Tensor:
     """``saved`` in the dtype its buffer had before :func:`cast_buffers`."""
     return saved.to(original.get(key, saved.dtype))

@@ -82,13 +82,13 @@ class Mark:
         invented = param.grad is None
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        return cls(param.grad, param.grad._version, invented)
+        return cls(param.grad, _torch.version_of(param.grad), invented)
 
     def take_off(self, param: nn.Parameter) -> bool:
         """Take an invented gradient away again; returns whether the user zeroed the gradient in the meantime."""
         if param.grad is None:
             return True
-        changed = param.grad is not self.grad or self.grad._version != self.version
+        changed = param.grad is not self.grad or _torch.version_of(self.grad) != self.version
         zeroed = changed and not bool(param.grad.any())
         if self.invented and not zeroed:
             param.grad = None
@@ -126,9 +126,7 @@ def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) 
     totals: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
     wanted = used if handle.orig_mode else (True,)
-    for param, grad, is_used in zip(
-        handle.exposed, handle.split_shard(shard), wanted, strict=True
-    ):
+    for param, grad, is_used in zip(handle.exposed, handle.split_shard(shard), wanted, strict=True):
         if not is_used or not param.requires_grad:
             continue
         if param.grad is None:
@@ -151,9 +149,7 @@ class Reduction:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._parts = [
-            self._collect(handle) for handle in unit.handles if handle.requires_grad
-        ]
+        self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._needs_agreement = not all(all(part.used) for part in self._parts)
         self._reduced_over_shards = False
         self._work = unit.root.streams.run_reduce(self._launch, self._finish)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-
-from torch import nn
+from functools import partial
 
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
 from ..errors import TrainingStateError, describe
+from ..flat.sharing import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool
@@ -52,7 +52,7 @@ class Root:
             unit.index = index
             unit.name = name
             for handle in unit.handles:
-                handle.name_with(lambda fqn, prefix=name: f"{prefix}.{fqn}" if prefix else fqn)
+                handle.name_with(partial(join_names, name))
 
     @property
     def training_state(self) -> TrainingState:
@@ -173,9 +173,3 @@ class Root:
         self.backward_running = False
         for unit in self.units:
             unit.reset()
-
-
-def unit_names(root_module: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """Name of each of ``modules`` below ``root_module``, as :meth:`nn.Module.named_modules` has it."""
-    by_module = {module: name for name, module in root_module.named_modules()}
-    return [by_module[module] for module in modules]

@@ -181,7 +181,10 @@ class Unit:
             Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
         ]
         leaves = [
-            leaf for handle in self.handles for leaf in handle.unsharded.leaves if leaf.requires_grad
+            leaf
+            for handle in self.handles
+            for leaf in handle.unsharded.leaves
+            if leaf.requires_grad
         ]
         for hook in self._leaf_hooks:
             hook.remove()
@@ -405,8 +408,7 @@ class Unit:
         if kept is None:
             return None
         dropped = [
-            mark.take_off(param)
-            for param, mark in zip(handle.exposed, kept.marks, strict=True)
+            mark.take_off(param) for param, mark in zip(handle.exposed, kept.marks, strict=True)
         ]
         if all(dropped):
             return None
@@ -436,4 +438,3 @@ class Unit:
             if not self.summoned:
                 handle.expose_sharded()
         self.reshard()
-

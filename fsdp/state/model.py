@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch
 from ..config import FullStateDictConfig
 from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
@@ -85,7 +86,7 @@ class StateHooks:
     ) -> None:
         for entry in self._entries.get(module, ()):
             self._keep(state_dict, prefix + entry.name)
-        for name in list(module._buffers):
+        for name in list(_torch.buffer_table(module)):
             self._keep_buffer(state_dict, prefix + name, module, name)
         self._depth -= 1
         if self._depth == 0:
@@ -113,7 +114,7 @@ class StateHooks:
 
     # -- load ------------------------------------------------------------------------------------------------------
 
-    def _before_load(
+    def _before_load(  # noqa: PLR0913 the signature torch calls
         self,
         module: nn.Module,
         state_dict: dict[str, Any],

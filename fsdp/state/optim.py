@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import _torch
 from ..errors import CheckpointError, UsageError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
@@ -132,8 +133,12 @@ def _local_state(
     ids: Mapping[nn.Parameter, int],
 ) -> dict[nn.Parameter, dict[str, Any]]:
     if state_dict is None:
-        return {param: dict(state) for param, state in optimizer.state.items()}
-    return {param: dict(state_dict["state"][i]) for param, i in ids.items() if i in state_dict["state"]}
+        return {
+            cast("nn.Parameter", param): dict(state) for param, state in optimizer.state.items()
+        }
+    return {
+        param: dict(state_dict["state"][i]) for param, i in ids.items() if i in state_dict["state"]
+    }
 
 
 def _check_known(optimizer: torch.optim.Optimizer, held: Sequence[_Held]) -> None:
@@ -322,9 +327,7 @@ def optim_state_to_load(
     return {"state": state, "param_groups": _numbered_groups(optimizer, ids, by_key, full)}
 
 
-def _by_name(
-    model: nn.Module, held: Sequence[_Held], full: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _by_name(model: nn.Module, held: Sequence[_Held], full: Mapping[str, Any]) -> Mapping[str, Any]:
     """``full`` keyed by name, if it is the dict of a plain optimizer keyed by position."""
     if not any(isinstance(key, int) for group in full["param_groups"] for key in group["params"]):
         return full
@@ -354,9 +357,9 @@ def _original_order(model: nn.Module, held: Sequence[_Held]) -> list[str]:
             found = next(
                 module
                 for path, module in model.named_modules()
-                if clean_tensor_name(path) == owner and name in module._parameters
+                if clean_tensor_name(path) == owner and name in _torch.parameter_table(module)
             )
-            siblings = list(found._parameters)
+            siblings = list(_torch.parameter_table(found))
             place[item.fqn] = (modules[found], siblings.index(name))
         else:
             site = item.handle.params[item.index].sites[0]
@@ -389,33 +392,36 @@ def _cut(items: Sequence[_Held], state: Mapping[str, Mapping[str, Any]]) -> dict
     for name in dict.fromkeys(name for _, values in present for name in values):
         tensors = [(item, values[name]) for item, values in present if name in values]
         first = tensors[0][1]
-        if isinstance(first, torch.Tensor) and first.dim() > 0 and _is_shaped(*tensors[0]):
-            local[name] = _cut_tensor(handle, name, tensors)
-        elif _is_scalar_param(*tensors[0], name):
+        if (
+            isinstance(first, torch.Tensor) and first.dim() > 0 and _is_shaped(*tensors[0])
+        ) or _is_scalar_param(*tensors[0], name):
             local[name] = _cut_tensor(handle, name, tensors)
         else:
             local[name] = _only_value(name, tensors)
     return local
 
 
-def _is_shaped(item: _Held, value: torch.Tensor) -> bool:
+def _is_shaped(item: _Held, value: Any) -> bool:
     assert item.handle is not None
-    return tuple(value.shape) == item.handle.layout.slots[item.index].shape
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == item.handle.layout.slots[item.index].shape
+    )
 
 
 def _is_scalar_param(item: _Held, value: Any, name: str) -> bool:
     """Whether a 0-dimensional value is the elementwise state of a 0-dimensional parameter, not a counter."""
-    return isinstance(value, torch.Tensor) and _is_shaped(item, value) and name != "step"
+    return _is_shaped(item, value) and name != "step"
 
 
 def _cut_tensor(
-    handle: FlatParamHandle, name: str, tensors: Sequence[tuple[_Held, torch.Tensor]]
+    handle: FlatParamHandle, name: str, tensors: Sequence[tuple[_Held, Any]]
 ) -> torch.Tensor:
     """This rank's part of state ``name``: of one piece in orig mode, of the whole shard in flat mode."""
     first = tensors[0][1]
     shard = torch.zeros(handle.layout.shard_numel, dtype=first.dtype, device=handle.device)
     for item, value in tensors:
-        if not isinstance(value, torch.Tensor) or not _is_shaped(item, value):
+        if not _is_shaped(item, value):
             raise CheckpointError(
                 describe(
                     f"optimizer state {name!r} has shape {tuple(getattr(value, 'shape', ()))}: expected "
@@ -434,12 +440,7 @@ def _only_value(name: str, tensors: Sequence[tuple[_Held, Any]]) -> Any:
     """The one value of a state that is not elementwise; a flat parameter can not keep several."""
     item, first = tensors[0]
     for other, value in tensors[1:]:
-        same = (
-            torch.equal(torch.as_tensor(value), torch.as_tensor(first))
-            if isinstance(first, torch.Tensor) or isinstance(value, torch.Tensor)
-            else value == first
-        )
-        if not same:
+        if not _same(first, value):
             raise CheckpointError(
                 describe(
                     f"optimizer state {name!r} differs between {item.fqn!r} and {other.fqn!r}, which lie in one flat "
@@ -450,6 +451,12 @@ def _only_value(name: str, tensors: Sequence[tuple[_Held, Any]]) -> Any:
                 fqn=other.fqn,
             )
     return _cloned(first)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
 
 
 def _cloned(value: Any) -> Any:
