@@ -17,8 +17,13 @@ from .comm.topology import Axes, resolve_axes
 from .config import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
     TrainingState,
 )
 from .errors import (
@@ -47,6 +52,7 @@ from .runtime.unit import Unit
 from .state.model import StateHooks, check_loadable
 from .state.names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, flat_param_name
 from .state.optim import full_optim_state, optim_state_to_load
+from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
 
 if TYPE_CHECKING:
@@ -171,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self._unit = unit
         self._arguments = arguments
-        self._state_hooks = StateHooks(unit)
+        self._state_hooks = StateHooks(unit, arguments.axes.shard)
         if not arguments.use_orig_params:
             for index, handle in enumerate(unit.handles):
                 handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
@@ -417,6 +423,74 @@ class FullyShardedDataParallel(nn.Module):
             saved = hook(self, saved, prefix, {}) or saved
         return saved
 
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Within the context, state dicts of every wrapper in ``module`` are of the given type.
+
+        Always put back, also after an exception.  Collective: none; every rank sets the same.
+
+        Args:
+            module: A wrapper, or any module that contains some.
+            state_dict_type: Whole, local or sharded.
+            state_dict_config: How model state dicts are delivered.
+            optim_state_dict_config: How optimizer state dicts are delivered.
+
+        Raises:
+            UsageError: If a config belongs to another type, or the wrappers' settings differ.
+        """
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                wrapper._state_hooks.settings = before
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the type of state dicts of every wrapper in ``module``; see :meth:`state_dict_type`.
+
+        Collective: none; every rank sets the same.
+
+        Returns:
+            The settings before.
+        """
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._state_hooks.settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The type of state dicts and how they are delivered.  Collective: none.
+
+        Raises:
+            UsageError: If the wrappers' settings differ.
+        """
+        return common_settings(
+            [
+                wrapper._state_hooks.settings
+                for wrapper in FullyShardedDataParallel.fsdp_modules(module)
+            ]
+        )
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._state_hooks.settings.state_dict_type
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -480,13 +554,24 @@ class FullyShardedDataParallel(nn.Module):
             group: Ranks that take part; the default group if None.
 
         Returns:
-            ``{"state": {fqn: {...}}, "param_groups": [...]}``, tensors on the CPU.
+            ``{"state": {fqn: {...}}, "param_groups": [...]}``; an empty dict on ranks that the current
+            ``optim_state_dict_config`` leaves out.
 
         Raises:
             UsageError: If the optimizer holds parameters that the model does not have.
             CheckpointError: If a state tensor has neither its parameter's shape nor one element.
         """
-        return full_optim_state(model, _units_in(model), optim, optim_state_dict, group=group)
+        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
+        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+        return full_optim_state(
+            model,
+            _units_in(model),
+            optim,
+            optim_state_dict,
+            keep=not rank0_only or dist.get_rank(group) == 0,
+            to_cpu=config.offload_to_cpu,
+            group=group,
+        )
 
     @staticmethod
     def full_optim_state_dict(

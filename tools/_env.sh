@@ -56,7 +56,8 @@ PY
 
 stamp() { # what the environment was made from; it is made again when any of this changes
     printf '%s\n' "$ROOT" "$1"
-    cat constraints.txt pyproject.toml
+    cat constraints.txt
+    sed '/^\[tool\.pytest/,$d' pyproject.toml # the rest configures tools and changes no install
 }
 
 use_own_environment() {

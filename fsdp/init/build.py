@@ -278,15 +278,14 @@ def _device_from(device_id: object) -> torch.device | None:
     if isinstance(device_id, int):
         accelerator = torch.accelerator.current_accelerator()
         return torch.device(accelerator.type if accelerator else "cuda", device_id)
-    device = device_id
-    if device.type == "cuda" and device.index is None:
+    if str(device_id) == "cuda":
         warnings.warn(
             f"FSDP got the argument `device_id` {device_id} without an index: the current device is used.",
             FsdpWarning,
             stacklevel=4,
         )
         return _current_cuda()
-    return device
+    return device_id
 
 
 def _current_cuda() -> torch.device:

@@ -19,6 +19,7 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import DONE, Reduce, Work
+from ..errors import UsageError, describe
 from ..flat.handle import FlatParamHandle
 from .buffers import GradBuffer
 
@@ -108,6 +109,15 @@ def collect(handle: FlatParamHandle, buffer: GradBuffer, *, add: bool) -> list[b
         grad = leaf.grad
         used.append(grad is not None)
         if grad is not None:
+            if grad.requires_grad:
+                raise UsageError(
+                    describe(
+                        "backward ran with create_graph=True: gradients of sharded parameters can not be "
+                        "differentiated again",
+                        fqn=handle.fqns[len(used) - 1],
+                        remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
+                    )
+                )
             targets.append(view)
             sources.append(grad.to_dense() if grad.layout is not torch.strided else grad)
             leaf.grad = None
@@ -209,7 +219,9 @@ class Reduction:
         for part in self._parts:
             if unit.postdivide != 1.0 and unit.comm_hook is None:
                 part.out.div_(unit.postdivide)
-            publish(part.handle, part.out.to(unit.grad_dtype(part.handle)), part.used)
+            dtype = unit.grad_dtype(part.handle)
+            grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
+            publish(part.handle, grad, part.used)
 
     def _agree_on_use(self) -> None:
         """A parameter counts as used if any rank used it.  Only reached when this rank left one out."""

@@ -13,18 +13,23 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .. import _torch
-from ..config import FullStateDictConfig
+from ..config import FullStateDictConfig, StateDictSettings, StateDictType
 from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
 from ..runtime.unit import Unit
+from .names import flat_param_name
+from .sharded import local_part, local_shard_tensor, row_shards, whole_tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
 
 __all__ = ["StateHooks", "check_loadable"]
 
@@ -39,13 +44,19 @@ class _Entry:
 
 
 class StateHooks:
-    """The saving and loading hooks of one unit (see Note [State hooks])."""
+    """The saving and loading hooks of one unit (see Note [State hooks]).
 
-    def __init__(self, unit: Unit) -> None:
+    Attributes:
+        settings: What kind of state dict is wanted.
+    """
+
+    def __init__(self, unit: Unit, group: ProcessGroup | None) -> None:
         self._unit = unit
+        self._group = group
         self._depth = 0
         self._summon = ExitStack()
-        self.config = FullStateDictConfig()
+        self._rows: dict[tuple[FlatParamHandle, int], torch.Tensor] = {}
+        self.settings = StateDictSettings()
         self._entries: dict[nn.Module, list[_Entry]] = {module: [] for module in unit.modules}
         for handle in unit.handles:
             for index, managed in enumerate(handle.params):
@@ -57,20 +68,28 @@ class StateHooks:
                 module.register_state_dict_pre_hook(self._before_save)
                 # torch marks public hooks with an attribute, which a bound method does not take.
                 module.register_state_dict_post_hook(partial(self._after_save))
-            if entries:
                 module.register_load_state_dict_pre_hook(self._before_load)
+
+    @property
+    def _type(self) -> StateDictType:
+        """The kind of state dict; whole tensors where nothing is sharded."""
+        wanted = self.settings.state_dict_type
+        return wanted if self._unit.shard.size > 1 else StateDictType.FULL_STATE_DICT
 
     def close(self) -> None:
         """End a save that failed half way."""
         self._depth = 0
+        self._rows = {}
         self._summon.close()
 
     # -- save ------------------------------------------------------------------------------------------------------
 
     def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._depth += 1
-        if self._depth == 1:
-            self._unit.root.check_idle("state_dict")
+        if self._depth > 1:
+            return
+        self._unit.root.check_idle("state_dict")
+        if self._type is StateDictType.FULL_STATE_DICT:
             self._summon.enter_context(
                 summon_unit(
                     self._unit,
@@ -80,37 +99,57 @@ class StateHooks:
                     with_grads=False,
                 )
             )
+        elif self._type is StateDictType.SHARDED_STATE_DICT:
+            self._rows = self._shard_by_rows()
+
+    def _shard_by_rows(self) -> dict[tuple[FlatParamHandle, int], torch.Tensor]:
+        assert self._group is not None
+        self._unit.follow_user_changes()
+        return {
+            (handle, index): rows
+            for handle in self._unit.handles
+            for index, rows in enumerate(row_shards(handle, handle.shard, self._group))
+        }
 
     def _after_save(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         for entry in self._entries.get(module, ()):
-            self._keep(state_dict, prefix + entry.name)
+            self._save_entry(entry, state_dict, prefix + entry.name)
         for name in list(_torch.buffer_table(module)):
-            self._keep_buffer(state_dict, prefix + name, module, name)
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = precision.restore_dtype(
+                    state_dict[prefix + name], self._unit.buffer_dtypes, (module, name)
+                )
+                self._keep(state_dict, prefix + name)
+        if module is self._unit.module and self._type is StateDictType.LOCAL_STATE_DICT:
+            assert self._group is not None
+            for index, handle in enumerate(self._unit.handles):
+                key = prefix + flat_param_name(index)
+                state_dict[key] = local_shard_tensor(handle, handle.shard, self._group)
         self._depth -= 1
         if self._depth == 0:
-            self._summon.close()
+            self.close()
+
+    def _save_entry(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
+        if self._type is StateDictType.FULL_STATE_DICT:
+            self._keep(state_dict, key)
+        elif self._type is StateDictType.LOCAL_STATE_DICT:
+            state_dict.pop(key, None)
+        else:
+            rows = self._rows[entry.handle, entry.index]
+            offload = self.settings.state_dict_config.offload_to_cpu
+            state_dict[key] = rows.cpu() if offload else rows
 
     def _keep(self, state_dict: dict[str, Any], key: str) -> None:
         """Replace the view of gathered memory under ``key`` by a copy where it is wanted, or drop it."""
-        if self.config.rank0_only and self._unit.shard.rank != 0:
+        config = self.settings.state_dict_config
+        rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        if rank0_only and max(self._unit.shard.rank, self._unit.replicate.rank) != 0:
             state_dict.pop(key, None)
         elif key in state_dict:
             value = state_dict[key].detach()
-            state_dict[key] = (
-                value.to("cpu", copy=True) if self.config.offload_to_cpu else value.clone()
-            )
-
-    def _keep_buffer(
-        self, state_dict: dict[str, Any], key: str, module: nn.Module, name: str
-    ) -> None:
-        if key in state_dict:
-            restored = precision.restore_dtype(
-                state_dict[key], self._unit.buffer_dtypes, (module, name)
-            )
-            state_dict[key] = restored
-            self._keep(state_dict, key)
+            state_dict[key] = value.to("cpu", copy=True) if config.offload_to_cpu else value.clone()
 
     # -- load ------------------------------------------------------------------------------------------------------
 
@@ -127,8 +166,42 @@ class StateHooks:
     ) -> None:
         if self._unit.summoned:
             return
+        local = False
+        if module is self._unit.module:
+            local = self._load_local(state_dict, prefix, error_msgs)
         for entry in self._entries[module]:
-            self._load_entry(entry, state_dict, prefix + entry.name, missing_keys, error_msgs)
+            key = prefix + entry.name
+            if key in state_dict or not local:
+                self._load_entry(entry, state_dict, key, missing_keys, error_msgs)
+        if local:
+            self._pass_over_pieces(state_dict, prefix)
+
+    def _load_local(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> bool:
+        """Load flat shards, if that is what the dict holds; whether it did."""
+        found = False
+        for index, handle in enumerate(self._unit.handles):
+            value = state_dict.pop(prefix + flat_param_name(index), None)
+            if value is None:
+                continue
+            found = True
+            shard = local_part(value)
+            if shard.shape == handle.shard.shape:
+                handle.shard.copy_(shard.detach())
+            else:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{flat_param_name(index)}: the checkpoint holds a shard of "
+                    f"{tuple(shard.shape)}, this rank's is {tuple(handle.shard.shape)}; local state dicts load only "
+                    "at the same world size and wrapping."
+                )
+        return found
+
+    def _pass_over_pieces(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give ``nn.Module`` what it asks for below this unit: the pieces, which are loaded already."""
+        for handle in self._unit.handles:
+            for managed in handle.params:
+                for site in managed.sites:
+                    if handle.orig_mode:
+                        state_dict[prefix + site.fqn] = managed.param
 
     def _load_entry(
         self,
@@ -144,12 +217,15 @@ class StateHooks:
                 missing_keys.append(key)
             return
         value = state_dict.pop(key)
+        if value is handle.params[index].param:
+            state_dict[key] = value
+            return
         problem = _misfit(value, handle.layout.slots[index].shape)
         if problem:
             error_msgs.append(f"size mismatch for {key}: {problem}")
         else:
             with torch.no_grad():
-                handle.load_whole(index, value)
+                handle.load_whole(index, whole_tensor(value))
         if handle.orig_mode:
             state_dict[key] = handle.params[index].param  # nn.Module then copies it onto itself
 
@@ -199,7 +275,7 @@ def _tie_conflict(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
     first = state_dict[names[0]]
     for name in names[1:]:
         other = state_dict[name]
-        if other is not first and not torch.equal(other, first):
+        if other is not first and type(other) is torch.Tensor and not torch.equal(other, first):
             return [
                 describe(
                     f"{name_some(names)} are one tied parameter but have different values",

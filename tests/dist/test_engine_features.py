@@ -13,7 +13,13 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm.recording import Event, Recording
-from fsdp.errors import FsdpError, FsdpWarning, ShardedParameterError, TrainingStateError, UsageError
+from fsdp.errors import (
+    FsdpError,
+    FsdpWarning,
+    ShardedParameterError,
+    TrainingStateError,
+    UsageError,
+)
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
@@ -213,7 +219,9 @@ def states():
                     }
                 names = [name.replace("_fsdp_wrapped_module.", "") for name in state]
                 assert names == list(wanted)
-                assert all(torch.equal(a, b) for a, b in zip(state.values(), wanted.values(), strict=True))
+                assert all(
+                    torch.equal(a, b) for a, b in zip(state.values(), wanted.values(), strict=True)
+                )
                 model(batch(rank)).sum().backward()
                 with torch.no_grad():
                     model(batch(rank))
@@ -331,7 +339,9 @@ def mixed():
         assert all(v.dtype == torch.float32 for v in model.state_dict().values())
         kept = wrap(
             build(),
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.bfloat16, keep_low_precision_grads=True
+            ),
             use_orig_params=use_orig_params,
         )
         kept(x).sum().backward()
@@ -398,7 +408,9 @@ def stale():
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         for use_orig_params in (False, True):
             model = wrap(
-                build(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params
+                build(),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=use_orig_params,
             )
             with torch.no_grad():
                 model(batch(0))
@@ -596,7 +608,10 @@ def applied():
     for name, value in model.state_dict().items():
         if name.endswith("weight") and "norm" not in name:
             assert (value == 0.25).all()
-    with FSDP.summon_full_params(model), pytest.raises(ValueError, match="expected to be in states"):
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(ValueError, match="expected to be in states"),
+    ):
         model.apply(fill)
 
 
@@ -652,7 +667,9 @@ def others():
         assert model.module.deep.module.weight.stride() == build(Conv).deep.weight.stride()
     assert torch.equal(model.state_dict()["deep.weight"], build(Conv).state_dict()["deep.weight"])
     model.load_state_dict(build(Conv, 4).state_dict())
-    assert torch.equal(model.state_dict()["deep.weight"], build(Conv, 4).state_dict()["deep.weight"])
+    assert torch.equal(
+        model.state_dict()["deep.weight"], build(Conv, 4).state_dict()["deep.weight"]
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -670,5 +687,3 @@ def prefetch_modes():
 
 def test_prefetching_changes_no_gradient():
     run_ranks(prefetch_modes, 2)
-
-

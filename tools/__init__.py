@@ -1,0 +1,1 @@
+"""Scripts of this repository; nothing here is part of the installed package."""

@@ -1,0 +1,199 @@
+"""The wrappers that are compared, as a table of builders.
+
+A builder takes the unwrapped model and the setting and returns the wrapped one.  Options are those that a user who
+reads the wrapper's first example would have; what differs from that is said beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["CONTENDERS", "PLAIN", "Runner", "Setting", "build_all", "build_runner"]
+
+PLAIN = "plain"  # the unwrapped model: what the others cost comes on top of its time
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a builder needs besides the model.
+
+    Attributes:
+        blocks: Classes of the modules that become units.
+        device: Where to compute.
+        param_dtype: Dtype of compute and gathers; None for that of the parameters.  Reductions are then fp32.
+    """
+
+    blocks: frozenset[type[nn.Module]]
+    device: torch.device = torch.device("cpu")
+    param_dtype: torch.dtype | None = None
+
+
+Builder = Callable[[nn.Module, Setting], nn.Module]
+
+
+def _plain(model: nn.Module, setting: Setting) -> nn.Module:
+    return model.to(setting.device, setting.param_dtype)
+
+
+def _ddp(model: nn.Module, setting: Setting) -> nn.Module:
+    # In low precision the model itself is cast: torch offers no fp32 master copy beside it.
+    wrapped = nn.parallel.DistributedDataParallel(_plain(model, setting))
+    if dist.get_backend() == "fake":
+        wrapped.register_comm_hook(None, _finished_all_reduce)
+    return wrapped
+
+
+def _finished_all_reduce(state, bucket):
+    """DDP's reduction on the fake group, whose work has no result for DDP to take.
+
+    Without annotations: DDP compares them with types, and here they would be strings.
+    """
+    tensor = bucket.buffer()
+    dist.all_reduce(tensor)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def _fsdp1(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    precision = setting.param_dtype and MixedPrecision(setting.param_dtype, torch.float32)
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
+        use_orig_params=use_orig_params,
+        mixed_precision=precision,
+        device_id=setting.device,  # without it FSDP1 takes the machine's accelerator, or fails on a CPU
+    )
+
+
+def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = model.to(setting.device)
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if setting.param_dtype is not None:
+        policy = MixedPrecisionPolicy(setting.param_dtype, torch.float32)
+    for module in model.modules():
+        if type(module) in setting.blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _ours(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Module:
+    from fsdp import FullyShardedDataParallel, MixedPrecision
+    from fsdp.wrap import ModuleWrapPolicy
+
+    precision = setting.param_dtype and MixedPrecision(
+        param_dtype=setting.param_dtype, reduce_dtype=torch.float32
+    )
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
+        use_orig_params=use_orig_params,
+        mixed_precision=precision,
+        device_id=setting.device if setting.device.type == "cuda" else None,
+    )
+
+
+CONTENDERS: dict[str, Builder] = {
+    PLAIN: _plain,
+    "ddp": _ddp,
+    "fsdp1-flat": lambda model, setting: _fsdp1(model, setting, use_orig_params=False),
+    "fsdp1-orig": lambda model, setting: _fsdp1(model, setting, use_orig_params=True),
+    "fsdp2": _fsdp2,
+    "ours-flat": lambda model, setting: _ours(model, setting, use_orig_params=False),
+    "ours-orig": lambda model, setting: _ours(model, setting, use_orig_params=True),
+}
+
+
+@dataclass
+class Runner:
+    """A wrapped model with its optimizer and its batch: what a benchmark steps and times."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[Tensor, ...]
+
+    def forward_backward(self) -> Tensor:
+        """Forward and backward; the loss, detached, a scalar."""
+        loss = self.model(*self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def optimizer_step(self) -> None:
+        """Optimizer step, then gradients to None."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def build_runner(
+    name: str,
+    model: nn.Module,
+    setting: Setting,
+    batch: Sequence[Tensor],
+    builders: Mapping[str, Builder] = CONTENDERS,
+) -> Runner:
+    """Wrap ``model`` as contender ``name``.
+
+    The optimizer is ``AdamW`` with torch's defaults: what it picks for each contender's parameters is part of the result.
+    """
+    wrapped = builders[name](model, setting)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    return Runner(wrapped, optimizer, tuple(tensor.to(setting.device) for tensor in batch))
+
+
+def build_all(
+    names: Iterable[str],
+    model: nn.Module,
+    setting: Setting,
+    batch: Sequence[Tensor],
+    *,
+    warm_up: int = 1,
+    builders: Mapping[str, Builder] = CONTENDERS,
+) -> tuple[dict[str, Runner], dict[str, str]]:
+    """Wrap a copy of ``model`` as each contender and train ``warm_up`` steps.
+
+    Returns the runners and, for contenders that some rank could not build or step, what went wrong.
+
+    Collective: call on all ranks with the same names.
+    """
+    runners: dict[str, Runner] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        error = ""
+        try:
+            runner = build_runner(name, copy.deepcopy(model), setting, batch, builders)
+            for _ in range(warm_up):
+                runner.forward_backward()
+                runner.optimizer_step()
+            runners[name] = runner
+        except Exception as raised:  # noqa: BLE001  # any failure of a contender is a result
+            error = _one_line(raised)
+        if not _all_ranks(ok=not error, device=setting.device):
+            runners.pop(name, None)
+            failures[name] = error or "failed on another rank"
+    return runners, failures
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]
+
+
+def _all_ranks(*, ok: bool, device: torch.device) -> bool:
+    """Whether ``ok`` holds on every rank of the default group (a fake group leaves the own answer)."""
+    flag: Any = torch.tensor([int(ok)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())

@@ -1,0 +1,54 @@
+"""The benchmarks by name.
+
+A benchmark is a module with two functions::
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None: ...   # its own options
+    def run(arguments: argparse.Namespace) -> Report: ...             # arguments.quick, arguments.seed are always there
+
+To add one, write the module and give it a line here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from .report import Report
+
+__all__ = ["BENCHMARKS", "Benchmark", "BenchmarkModule"]
+
+
+class BenchmarkModule(Protocol):
+    """What a benchmark's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the benchmark's own options."""
+
+    def run(self, arguments: argparse.Namespace) -> Report:
+        """Measure and return the report."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One line of ``python -m tools.bench --help``."""
+
+    name: str
+    help: str
+
+    def load(self) -> BenchmarkModule:
+        """Import the benchmark's module: only the one that runs is imported."""
+        return cast("BenchmarkModule", importlib.import_module(f"{__package__}.{self.name}"))
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark("host_overhead", "host time per unit and step on a fake process group"),
+        Benchmark("step_time", "time of a training step on 2 gloo ranks, three unit sizes"),
+        Benchmark("memory", "peak resident memory of construction and step, 2 gloo ranks"),
+        Benchmark("scaling", "host time per unit against units, parameters and world size"),
+        Benchmark("cuda", "step time and memory of a Llama-like stack on one GPU, fake group"),
+    )
+}
