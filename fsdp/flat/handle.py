@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import UsageError, describe
-from .layout import FlatLayout, Piece, Span, build_layout
+from .layout import FlatLayout, Piece, Slot, Span, build_layout
 from .parameter import (
     FlatParameter,
     FlatParamShardMetadata,
@@ -215,6 +215,22 @@ class FlatParamHandle:
                     table[name] = table.pop(name)
         self._exposure.show(())
 
+    def absorb_full(self, full: torch.Tensor) -> None:
+        """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
+
+        Raises:
+            UsageError: If it is gone or has another shape.
+        """
+        for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            view = slot_view(full, slot)
+            current = self._shown_at(managed)
+            if not isinstance(current, torch.Tensor) or tuple(current.shape) != slot.shape:
+                raise self._refusal(managed, slot, current)
+            if isinstance(current, nn.Parameter):
+                managed.param = current
+            if current.data_ptr() != view.data_ptr():
+                view.copy_(current.detach())
+
     def hide_full(self) -> None:
         """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called."""
         if not self.orig_mode:
@@ -345,16 +361,8 @@ class FlatParamHandle:
         if isinstance(current, ShardedStandIn):
             self._check_flat_shape()
             return None
-        fqn = self._name_of(managed.fqn)
         if not isinstance(current, torch.Tensor):
-            raise UsageError(
-                describe(
-                    f"a parameter was removed or replaced by {type(current).__name__} after wrapping",
-                    fqn=fqn,
-                    remedy="Change parameters before wrapping, or inside summon_full_params.",
-                ),
-                fqn=fqn,
-            )
+            raise self._refusal(managed, slot, current)
         if isinstance(current, nn.Parameter) and self.orig_mode:
             managed.param = current
         value = current.detach()
@@ -362,12 +370,19 @@ class FlatParamHandle:
             return _in_memory_order(_dense(value))[piece.in_slot.start : piece.in_slot.stop]
         if value.numel() == piece.in_slot.numel:
             return value.reshape(-1)
-        raise UsageError(
+        raise self._refusal(managed, slot, current)
+
+    def _refusal(self, managed: ManagedParam, slot: Slot, current: object) -> UsageError:
+        """The error for what can not take a parameter's place."""
+        fqn = self._name_of(managed.fqn)
+        what = f"a {type(current).__name__}"
+        if isinstance(current, torch.Tensor):
+            what = f"a tensor of shape {tuple(current.shape)}"
+        return UsageError(
             describe(
-                f"a parameter's data was replaced by a tensor of shape {tuple(value.shape)}: expected the original "
-                f"shape {slot.shape} or this rank's piece {(piece.in_slot.numel,)}",
+                f"a parameter of shape {slot.shape} was replaced by {what}",
                 fqn=fqn,
-                remedy="Assign the whole parameter inside summon_full_params.",
+                remedy="Assign a tensor of the original shape, inside summon_full_params.",
             ),
             fqn=fqn,
         )

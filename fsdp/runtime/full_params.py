@@ -98,6 +98,8 @@ class _Summoned:
         for handle, shown, stashed in zip(
             self._unit.handles, self._shown, self._stashed, strict=True
         ):
+            if writeback or handle.layout.world_size == 1:
+                handle.absorb_full(shown)
             if shown.data_ptr() != handle.shard.data_ptr() and (
                 writeback or handle.layout.world_size == 1
             ):

@@ -149,10 +149,11 @@ class Root:
     def _end_backward(self) -> None:
         """Every gradient of a backward has arrived: reduce what is left, publish, free.
 
-        Units of which only some parameters got gradients are finished here, last unit first on every rank.
+        Units of which only some parameters got gradients, or none now but some inside an earlier ``no_sync``, are
+        finished here, last unit first on every rank.
         """
         for unit in reversed(self.units):
-            if unit.partly_arrived:
+            if unit.partly_arrived or (unit.accumulating and unit.sync_gradients):
                 unit.finish_backward()
         self._wait_for_reductions()
         for unit in self.units:

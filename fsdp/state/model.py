@@ -56,6 +56,7 @@ class StateHooks:
         self._depth = 0
         self._summon = ExitStack()
         self._rows: dict[tuple[FlatParamHandle, int], torch.Tensor] = {}
+        self._loading_local = False
         self.settings = StateDictSettings()
         self._entries: dict[nn.Module, list[_Entry]] = {module: [] for module in unit.modules}
         for handle in unit.handles:
@@ -69,6 +70,7 @@ class StateHooks:
                 # torch marks public hooks with an attribute, which a bound method does not take.
                 module.register_state_dict_post_hook(partial(self._after_save))
                 module.register_load_state_dict_pre_hook(self._before_load)
+        unit.module.register_load_state_dict_post_hook(self._after_load)
 
     @property
     def _type(self) -> StateDictType:
@@ -126,7 +128,7 @@ class StateHooks:
             assert self._group is not None
             for index, handle in enumerate(self._unit.handles):
                 key = prefix + flat_param_name(index)
-                state_dict[key] = local_shard_tensor(handle, handle.shard, self._group)
+                state_dict[key] = local_shard_tensor(handle.shard, self._group)
         self._depth -= 1
         if self._depth == 0:
             self.close()
@@ -166,15 +168,17 @@ class StateHooks:
     ) -> None:
         if self._unit.summoned:
             return
-        local = False
         if module is self._unit.module:
-            local = self._load_local(state_dict, prefix, error_msgs)
+            self._loading_local = self._load_local(state_dict, prefix, error_msgs)
         for entry in self._entries[module]:
             key = prefix + entry.name
-            if key in state_dict or not local:
+            if self._loading_local and entry.handle.orig_mode:
+                state_dict[key] = entry.handle.params[entry.index].param
+            elif not self._loading_local:
                 self._load_entry(entry, state_dict, key, missing_keys, error_msgs)
-        if local:
-            self._pass_over_pieces(state_dict, prefix)
+
+    def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self._loading_local = False
 
     def _load_local(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> bool:
         """Load flat shards, if that is what the dict holds; whether it did."""
@@ -195,14 +199,6 @@ class StateHooks:
                 )
         return found
 
-    def _pass_over_pieces(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give ``nn.Module`` what it asks for below this unit: the pieces, which are loaded already."""
-        for handle in self._unit.handles:
-            for managed in handle.params:
-                for site in managed.sites:
-                    if handle.orig_mode:
-                        state_dict[prefix + site.fqn] = managed.param
-
     def _load_entry(
         self,
         entry: _Entry,
@@ -217,9 +213,6 @@ class StateHooks:
                 missing_keys.append(key)
             return
         value = state_dict.pop(key)
-        if value is handle.params[index].param:
-            state_dict[key] = value
-            return
         problem = _misfit(value, handle.layout.slots[index].shape)
         if problem:
             error_msgs.append(f"size mismatch for {key}: {problem}")

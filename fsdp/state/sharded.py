@@ -162,10 +162,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def local_shard_tensor(
-    handle: FlatParamHandle, shard: torch.Tensor, group: ProcessGroup
-) -> torch.Tensor:
-    """The flat shard itself as a DTensor, which knows its global size and offset.  Collective: none; no copy."""
+def local_shard_tensor(shard: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """A flat shard itself as a DTensor, which knows its global size and offset.  Collective: none; no copy."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = mesh_of(group, shard.device)
