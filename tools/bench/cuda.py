@@ -1,1 +1,2 @@
 def add_arguments(parser): pass
+def run(a): pass

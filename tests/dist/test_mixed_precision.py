@@ -1,0 +1,272 @@
+"""``MixedPrecision``: what is cast, what is not, and what it costs in accuracy (oracle: the dense model in float32)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, ShardingStrategy
+from fsdp.comm.recording import Event, Recording
+from fsdp.errors import FsdpWarning
+from fsdp.wrap import ModuleWrapPolicy
+from tests.support.models import MlpBlock, entry
+from tests.support.oracles import full_grads, mean_grads, wrap_entry
+from tests.support.ranks import run_ranks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EXPOSURES = (False, True)
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class Probe(nn.Module):
+    """Notes the dtypes that a layer sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.block = MlpBlock(7)
+        self.register_buffer("table", torch.full((7,), 1 / 3))
+        self.register_buffer("count", torch.tensor(3))
+        self.seen = {}
+
+    def forward(self, x, *, other=None, index=None):
+        self.seen = {
+            "x": x.dtype,
+            "weight": self.inp.weight.dtype,
+            "table": self.table.dtype,
+            "count": self.count.dtype,
+            "other": None if other is None else other["deep"][0].dtype,
+            "index": None if index is None else index.dtype,
+        }
+        return self.block(self.inp(x) + self.table.to(x.dtype))
+
+
+def record(model):
+    events: list[Event] = []
+    for wrapper in FSDP.fsdp_modules(model):
+        unit = wrapper._unit
+        unit.shard = Recording(unit.shard, unit.name, events)
+        unit.replicate = Recording(unit.replicate, unit.name, events)
+    return events
+
+
+def dtypes(param, reduce, buffer, keep):
+    for strategy in STRATEGIES:
+        for orig in EXPOSURES:
+            model = FSDP(
+                Probe(),
+                auto_wrap_policy={MlpBlock},
+                mixed_precision=MixedPrecision(param, reduce, buffer, keep),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=orig,
+            )
+            events = record(model)
+            x = torch.randn(4, 5, requires_grad=True)
+            extra = {"deep": [torch.ones(2)]}
+            out = model(x, other=extra, index=torch.arange(2))
+            out.float().sum().backward()
+            compute = param or FP32
+            assert model.module.seen == {
+                "x": compute,
+                "weight": compute,
+                "table": buffer or FP32,
+                "count": torch.int64,
+                "other": compute,
+                "index": torch.int64,
+            }
+            assert out.dtype == compute
+            assert x.grad.dtype == FP32
+            assert x.grad.any()
+            wanted = param if keep and param is not None else FP32
+            for wrapper_param in model.parameters():
+                assert wrapper_param.dtype == FP32
+                assert wrapper_param.grad.dtype == wanted
+            reduces = [event for event in events if event.op in ("reduce_scatter", "all_reduce")]
+            wire = {str(reduce or compute).removeprefix("torch.")}
+            assert {dtype for event in reduces for dtype in event.dtypes} <= wire
+            if dist.get_world_size() > 1:
+                assert reduces
+                gathers = [event for event in events if event.op == "all_gather"]
+                wire = {str(compute).removeprefix("torch.")}
+                assert {dtype for event in gathers for dtype in event.dtypes} <= wire
+            for value in model.state_dict().values():
+                assert value.dtype in (FP32, torch.int64)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["full_grads", "low_grads"])
+@pytest.mark.parametrize(
+    ("param", "reduce", "buffer"),
+    [
+        (None, None, None),
+        (BF16, None, None),
+        (BF16, FP32, None),
+        (BF16, BF16, BF16),
+        (None, BF16, None),
+        (FP16, None, FP16),
+        (None, None, BF16),
+    ],
+    ids=str,
+)
+def test_parameters_inputs_reductions_buffers_and_gradients_have_their_dtypes(
+    param, reduce, buffer, keep
+):
+    run_ranks(dtypes, 2, param, reduce, buffer, keep)
+
+
+def test_the_same_in_one_process():
+    run_ranks(dtypes, 1, BF16, FP32, BF16, False)
+
+
+def accuracy(reduce):
+    item = entry("mlp")
+
+    def script(model, rank):
+        x, target = item.make_batch(rank, 0)
+        (model(x).float() - target).square().mean().backward()
+
+    expected = mean_grads(item.build(), script, range(dist.get_world_size()))
+    for strategy in STRATEGIES:
+        for orig in EXPOSURES:
+            model = wrap_entry(
+                item,
+                item.build(),
+                mixed_precision=MixedPrecision(BF16, reduce),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=orig,
+            )
+            script(model, dist.get_rank())
+            for name, grad in full_grads(model).items():
+                want = expected[name]
+                error = (grad - want).norm() / want.norm()
+                assert error < 0.05, f"{name}: relative error {error:.3f}"  # 2**-8, a dozen layers
+
+
+@pytest.mark.parametrize("reduce", [None, FP32], ids=str)
+def test_gradients_are_those_of_float32_up_to_the_compute_dtype(reduce):
+    run_ranks(accuracy, 3, reduce)
+
+
+def master_weights():
+    """Updates far below bfloat16's resolution add up, because shards stay in float32."""
+    for orig in EXPOSURES:
+        layer = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        model = FSDP(layer, mixed_precision=MixedPrecision(BF16), use_orig_params=orig)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+        for _ in range(64):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        weight = model.state_dict()["weight"]
+        assert torch.equal(weight, torch.full((1, 3), 1 - 64 * 2.0**-12)), weight
+
+
+def test_the_optimizer_works_on_full_precision():
+    run_ranks(master_weights, 2)
+
+
+def upstream():
+    """The cast of inputs is differentiable: what produced them gets its gradient, as do leaf inputs."""
+    for orig in EXPOSURES:
+        model = FSDP(nn.Linear(5, 3), mixed_precision=MixedPrecision(BF16), use_orig_params=orig)
+        before = nn.Linear(5, 5)
+        leaf = torch.randn(2, 5, requires_grad=True)
+        model(before(leaf)).sum().backward()
+        assert before.weight.grad.dtype == FP32
+        assert before.weight.grad.any()
+        assert leaf.grad.dtype == FP32
+        assert leaf.grad.any()
+
+
+def test_gradients_reach_whatever_produced_the_input():
+    run_ranks(upstream, 2)
+
+
+def batch_norm():
+    """Batch norms become units of their own in full precision, with one warning; their statistics stay float32."""
+    item = entry("conv")
+    plain = item.build()
+    with pytest.warns(FsdpWarning, match="BatchNorm"):
+        model = wrap_entry(item, plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    norm = model.module.blocks[0].module.norm
+    assert isinstance(norm, FSDP)
+    x, _ = item.make_batch(dist.get_rank(), 0)
+    model(x).float().sum().backward()
+    assert norm.module.running_mean.dtype == FP32
+    assert norm.module.weight.dtype == FP32
+    assert norm.module.num_batches_tracked == 1
+    state = model.state_dict()
+    assert list(state) == list(item.build().state_dict())
+
+
+def test_batch_norm_is_kept_in_full_precision():
+    run_ranks(batch_norm, 2)
+
+
+def nested():
+    """An inner unit of another dtype: with ``cast_forward_inputs`` its inputs are cast."""
+    plain = entry("mlp").build()
+    inner = MixedPrecision(BF16, cast_forward_inputs=True)
+    plain.blocks[1] = FSDP(plain.blocks[1], mixed_precision=inner)
+    model = FSDP(plain, auto_wrap_policy=None)
+    seen = []
+    model.module.blocks[1].module.register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0].dtype)
+    )
+    model(torch.randn(2, 5)).sum().backward()
+    assert all(param.grad.dtype == FP32 for param in model.parameters())
+    no_cast = FSDP(nn.Linear(5, 3), mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=False))
+    with pytest.raises(RuntimeError, match="dtype"):
+        no_cast(torch.randn(2, 5))
+    no_cast(torch.randn(2, 5).bfloat16()).sum().backward()
+
+
+def test_casting_of_inputs_follows_its_two_switches():
+    run_ranks(nested, 2)
+
+
+def evaluation():
+    """Evaluation computes in the same dtypes; training after it is not disturbed."""
+    item = entry("mlp")
+    model = wrap_entry(item, item.build(), mixed_precision=MixedPrecision(BF16))
+    model.eval()
+    with torch.no_grad():
+        assert model(item.make_batch(0, 0)[0]).dtype == BF16
+    model.train()
+    model(item.make_batch(0, 0)[0]).float().sum().backward()
+
+
+def test_evaluation_uses_the_same_dtypes():
+    run_ranks(evaluation, 2)
+
+
+def test_arguments_are_checked_and_the_repr_is_short():
+    with pytest.raises(TypeError):
+        MixedPrecision("bfloat16")
+    with pytest.raises(ValueError, match="floating"):
+        MixedPrecision(torch.int8)
+    assert repr(MixedPrecision(BF16)) == "MixedPrecision(param_dtype=torch.bfloat16)"
+    assert MixedPrecision(BF16) == MixedPrecision(BF16)
+
+
+def half_large_world():
+    """float16 sums that would overflow if they were not divided before as well as after."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        layer = nn.Linear(3, 1, bias=False)
+        model = FSDP(
+            layer,
+            auto_wrap_policy=ModuleWrapPolicy({MlpBlock}),
+            mixed_precision=MixedPrecision(FP16),
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        model(torch.full((1, 3), 40000.0)).sum().backward()
+        grads = full_grads(model)
+        assert torch.isfinite(grads["weight"]).all(), strategy
+        torch.testing.assert_close(grads["weight"], torch.full((1, 3), 40000.0), rtol=1e-3, atol=0)
+
+
+def test_half_precision_sums_do_not_overflow():
+    run_ranks(half_large_world, 4)

@@ -1,0 +1,268 @@
+"""The benchmarks' statistics, tables and JSON are right, and their contenders train alike.  Nothing here is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.ranks import run_ranks
+from tools.bench import __main__ as command_line
+from tools.bench import host_overhead, step_time
+from tools.bench.contenders import CONTENDERS, PLAIN, Runner, Setting, build_all
+from tools.bench.models import Block, Shape
+from tools.bench.registry import BENCHMARKS
+from tools.bench.report import Report, Table
+from tools.bench.rounds import PHASES, time_rounds
+from tools.bench.stats import Summary, combine, ratio, round_medians, summarize
+
+SHARDED = tuple(name for name in CONTENDERS if name != PLAIN)
+
+
+# Statistics
+
+
+def test_quartiles_include_the_smallest_and_largest_value() -> None:
+    assert summarize([5.0, 1.0, 4.0, 2.0, 3.0]) == Summary(3.0, 2.0, 4.0, 5)
+
+
+def test_one_value_is_its_own_quartiles() -> None:
+    assert summarize([7.0]) == Summary(7.0, 7.0, 7.0, 1)
+
+
+def test_a_summary_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        summarize([])
+
+
+def test_a_round_counts_as_its_median_step() -> None:
+    assert round_medians([[1.0, 9.0, 2.0], [4.0]]) == [2.0, 4.0]
+
+
+def test_contenders_are_paired_round_by_round() -> None:
+    slow_first_round = [[10.0], [1.0]]
+    twice_as_slow = [[20.0], [2.0]]
+
+    assert combine(lambda a, b: a - b, twice_as_slow, slow_first_round) == [10.0, 1.0]
+    assert ratio([20.0, 2.0], [10.0, 1.0]) == Summary(2.0, 2.0, 2.0, 2)
+
+
+def test_contenders_with_different_numbers_of_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        ratio([1.0, 2.0], [1.0])
+
+
+def test_there_is_no_ratio_to_a_reference_that_cost_nothing() -> None:
+    assert ratio([1.0, 2.0], [0.5, -0.1]) is None
+
+
+def test_the_step_lasts_as_long_as_on_its_slower_rank() -> None:
+    ranks = [{"x": {"optimizer": [[1.0, 5.0], [2.0, 2.0]]}}, {"x": {"optimizer": [[3.0, 4.0], [1.0, 6.0]]}}]
+
+    assert step_time.slowest_rank(ranks) == {"x": {"optimizer": [[3.0, 5.0], [2.0, 6.0]]}}
+
+
+def test_a_step_is_the_sum_of_its_phases() -> None:
+    phases = {"forward_backward": [[1.0, 2.0], [3.0, 4.0]], "optimizer": [[0.5, 0.5], [1.0, 2.0]]}
+
+    assert step_time.step_seconds(phases) == [[1.5, 2.5], [4.0, 6.0]]
+
+
+class _Logged:
+    """A contender that writes down which of its phases ran."""
+
+    def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
+        self.name = name
+        self.log = log
+
+    def forward_backward(self) -> None:
+        self.log.append((self.name, "forward_backward"))
+
+    def optimizer_step(self) -> None:
+        self.log.append((self.name, "optimizer"))
+
+
+def test_every_round_steps_every_contender_and_one_step_more_goes_untimed() -> None:
+    log: list[tuple[str, str]] = []
+    runners = {name: _Logged(name, log) for name in "ab"}
+
+    samples = time_rounds(runners, rounds=3, steps=2, seed=0)
+
+    assert {name: {phase: [len(steps) for steps in samples[name][phase]] for phase in PHASES} for name in "ab"} == {
+        name: dict.fromkeys(PHASES, [2, 2, 2]) for name in "ab"
+    }
+    turns = [log[start : start + 6] for start in range(0, len(log), 6)]
+    assert all(turn == [(turn[0][0], phase) for phase in PHASES] * 3 for turn in turns)
+    assert [sorted(pair) for pair in zip(*[iter(turn[0][0] for turn in turns)] * 2, strict=True)] == [["a", "b"]] * 3
+
+
+# Tables and JSON
+
+
+def test_host_overhead_is_per_unit_less_the_unwrapped_model_and_the_collectives() -> None:
+    samples = {
+        name: {"forward_backward": [[seconds * 1e-6]] * 3, "optimizer": [[20e-6]] * 3}
+        for name, seconds in {PLAIN: 100, "ddp": 150, "fsdp1-flat": 500, "ours-flat": 300}.items()
+    }
+    samples["collectives"] = {"forward_backward": [[100e-6]] * 3, "optimizer": [[0.0]] * 3}
+
+    assert host_overhead.table("W=8", samples, units=10).text() == "\n".join(
+        [
+            "W=8",
+            "                fwd+bwd us       / fsdp1-flat  optimizer us",
+            "-----------------------------------------------------------",
+            "ddp               5 [5, 5]  0.17 [0.17, 0.17]      2 [2, 2]",
+            "fsdp1-flat     30 [30, 30]  1.00 [1.00, 1.00]      2 [2, 2]",
+            "ours-flat      10 [10, 10]  0.33 [0.33, 0.33]      2 [2, 2]",
+            "(plain)        10 [10, 10]                         2 [2, 2]",
+            "(collectives)  10 [10, 10]                         0 [0, 0]",
+        ]
+    )
+
+
+def test_step_time_is_in_milliseconds_beside_ratios_to_the_peers_that_ran() -> None:
+    samples = {
+        name: {"forward_backward": [[seconds], [seconds]], "optimizer": [[0.5], [0.5]]}
+        for name, seconds in {"ddp": 1.5, "ours-flat": 0.5}.items()
+    }
+
+    assert step_time.table("3 MiB", samples) == Table(
+        "3 MiB",
+        ("", "step ms", "/ ddp", "optimizer ms"),
+        (
+            ("ddp", "2000.0 [2000.0, 2000.0]", "1.00 [1.00, 1.00]", "500.0"),
+            ("ours-flat", "1000.0 [1000.0, 1000.0]", "0.50 [0.50, 0.50]", "500.0"),
+        ),
+    )
+
+
+def test_a_row_that_lacks_a_cell_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 columns"):
+        Table("t", ("a", "b"), (("1",),))
+
+
+def _report() -> Report:
+    return Report(
+        "step_time",
+        {"rounds": 1},
+        seed=3,
+        tables=(Table("title", ("", "ms"), (("ddp", "1.0"),)),),
+        samples={"3 MiB": [{"ddp": {"optimizer": [[0.25]]}}]},
+        failures={"3 MiB: fsdp2": "ValueError: no"},
+    )
+
+
+def test_the_json_holds_machine_versions_seed_settings_and_every_sample() -> None:
+    document = json.loads(_report().json())
+
+    assert document["samples"] == {"3 MiB": [{"ddp": {"optimizer": [[0.25]]}}]}
+    assert (document["seed"], document["settings"]) == (3, {"rounds": 1})
+    assert document["versions"]["torch"] == torch.__version__
+    assert {"cores", "memory", "processor", "load"} <= document["machine"].keys()
+    assert document["failures"] == {"3 MiB: fsdp2": "ValueError: no"}
+    assert document["tables"][0]["rows"] == [["ddp", "1.0"]]
+
+
+def test_the_text_names_the_contenders_that_did_not_run() -> None:
+    assert "did not run:\n  3 MiB: fsdp2: ValueError: no" in _report().text()
+
+
+def test_the_entry_point_prints_the_report_and_writes_the_json(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_time, "run", lambda arguments: _report())
+
+    status = command_line.main(["step_time", "--quick", "--json", str(tmp_path / "out.json")])
+
+    assert status == 0
+    assert "title" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["benchmark"] == "step_time"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_parses_the_shared_options(name: str) -> None:
+    arguments = command_line.parse([name, "--quick", "--seed", "7"])
+
+    assert (arguments.name, arguments.quick, arguments.seed) == (name, True, 7)
+    assert callable(BENCHMARKS[name].load().run)
+
+
+# Contenders
+
+
+def _losses(runners: dict[str, Runner]) -> dict[str, list[float]]:
+    """Losses of two steps of each contender."""
+    losses: dict[str, list[float]] = {}
+    for name, runner in runners.items():
+        first = runner.forward_backward().item()
+        runner.optimizer_step()
+        losses[name] = [first, runner.forward_backward().item()]
+    return losses
+
+
+def _train_tiny(seed: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    runners, failures = host_overhead.tiny_runners(host_overhead.tiny(2), seed, warm_up=0)
+    return _losses(runners), failures
+
+
+def _train_gpt(seed: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    shape = dataclasses.replace(step_time.SIZES["0.1 MiB"], blocks=2)
+    runners, failures = step_time.gpt_runners(shape, seed, warm_up=0)
+    return _losses(runners), failures
+
+
+@pytest.mark.parametrize("train", [_train_tiny, _train_gpt])
+def test_all_contenders_train_alike(train: Any) -> None:
+    for losses, failures in run_ranks(train, 2, 0, timeout=100):
+        assert failures == {}
+        assert losses.keys() == CONTENDERS.keys()
+        first = {name: pair[0] for name, pair in losses.items()}
+        second = {name: losses[name][1] for name in SHARDED}  # the unwrapped model learns from its own batch alone
+        # The same arithmetic in the forward; summation order of two ranks' gradients after it.
+        assert first == dict.fromkeys(first, pytest.approx(losses["ddp"][0], rel=1e-6))
+        assert second == dict.fromkeys(second, pytest.approx(losses["ddp"][1], rel=1e-5))
+        assert losses["ddp"][1] < losses["ddp"][0]
+
+
+def _fake_measure() -> dict[str, Any]:
+    dist.destroy_process_group()
+    return host_overhead.measure(
+        shape=vars(host_overhead.tiny(1)), world_size=4, rounds=1, steps=1, seed=0, profile=True
+    )
+
+
+def test_every_contender_steps_on_a_fake_group_of_four_ranks() -> None:
+    (result,) = run_ranks(_fake_measure, 1, timeout=100)
+
+    assert result["failures"] == {}
+    assert result["samples"].keys() == {*CONTENDERS, "collectives"}
+    assert result["profiles"].keys() == {"ours-flat", "ours-orig"}
+    assert any("runtime/unit.py" in row[0] for row in result["profiles"]["ours-flat"])
+
+
+def _build_with_a_broken_builder(*, broken_rank: int) -> tuple[list[str], dict[str, str]]:
+    def broken(model: nn.Module, setting: Setting) -> nn.Module:
+        if dist.get_rank() == broken_rank:
+            raise RuntimeError("broken\non purpose")
+        return model
+
+    shape = Shape(1, dim=4, heads=1, vocabulary=8)
+    builders = {"broken": broken, **CONTENDERS}
+    runners, failures = build_all(
+        ("broken", "ddp"), host_overhead.GPT(shape), Setting(frozenset({Block})), shape.tokens(0), builders=builders
+    )
+    return list(runners), failures
+
+
+def test_a_contender_that_fails_on_one_rank_is_reported_on_all_and_left_out() -> None:
+    outcomes = run_ranks(_build_with_a_broken_builder, 2, broken_rank=1)
+
+    assert outcomes == [
+        (["ddp"], {"broken": "failed on another rank"}),
+        (["ddp"], {"broken": "RuntimeError: broken on purpose"}),
+    ]
