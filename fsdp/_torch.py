@@ -225,3 +225,16 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 def version_of(tensor: torch.Tensor) -> int:
     """How many in-place writes ``tensor`` has seen.  Why: a user's ``zero_grad`` shows by it."""
     return tensor._version
+
+
+def found_inf_of(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
+    """The scaler's overflow flags for ``optimizer``, one a device, as ``step`` will read them.
+
+    Why: ranks must agree on the flags between ``unscale_`` and ``step``, and ``GradScaler`` has no hook there.
+    """
+    state: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ]
+    return state

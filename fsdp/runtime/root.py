@@ -130,7 +130,7 @@ class Root:
     def begin_backward(self) -> None:
         """The first unit of a backward is reached."""
         self.backward_running = True
-        _torch.queue_end_of_backward(self._end_backward)
+        _torch.queue_end_of_backward(self.end_backward)
 
     def prefetch_backward(self, unit: Unit, moment: BackwardPrefetch) -> None:
         """Start gathering what finished its forward before ``unit``, if this is the configured moment."""
@@ -146,7 +146,7 @@ class Root:
             self._in_flight.popleft().wait()
         self._in_flight.append(Reduction(unit))
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         """Every gradient of a backward has arrived: reduce what is left, publish, free.
 
         Units of which only some parameters got gradients, or none now but some inside an earlier ``no_sync``, are

@@ -63,7 +63,9 @@ def _recipe_cases(use_orig_params: bool) -> list[Case]:
 
 def _cases(use_orig_params: bool) -> list[Case]:
     return [
-        case for make in (_main_cases, _model_cases, _recipe_cases) for case in make(use_orig_params)
+        case
+        for make in (_main_cases, _model_cases, _recipe_cases)
+        for case in make(use_orig_params)
     ]
 
 

@@ -339,9 +339,7 @@ def _routed(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     return (*_vectors(rank, step), step % 4)
 
 
-def _routed_loss(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, int]
-) -> torch.Tensor:
+def _routed_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, int]) -> torch.Tensor:
     x, target, choice = batch
     return F.mse_loss(model(x, choice=choice), target)
 
@@ -442,7 +440,11 @@ class Gan(nn.Module):
         fake = self.generator(noise)
         judged = self.discriminator(real), self.discriminator(fake.detach())
         fooled = self.discriminator(fake)
-        return F.softplus(-judged[0]).mean() + F.softplus(judged[1]).mean() + F.softplus(-fooled).mean()
+        return (
+            F.softplus(-judged[0]).mean()
+            + F.softplus(judged[1]).mean()
+            + F.softplus(-fooled).mean()
+        )
 
 
 def build_gan_pair(seed: int = 0) -> tuple[nn.Module, nn.Module]:

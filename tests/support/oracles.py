@@ -181,9 +181,7 @@ def wrap_entry(item: Entry, model: nn.Module, wrapping: str = "blocks", **kwargs
     policies: dict[str, Any] = {
         "root": None,
         "blocks": ModuleWrapPolicy(item.blocks),
-        "size": functools.partial(
-            size_based_auto_wrap_policy, min_num_params=item.min_num_params
-        ),
+        "size": functools.partial(size_based_auto_wrap_policy, min_num_params=item.min_num_params),
     }
     return FSDP(model, auto_wrap_policy=policies[wrapping], **kwargs)
 

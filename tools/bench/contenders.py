@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["CONTENDERS", "PLAIN", "Runner", "Setting", "build_all", "build_runner"]
 
+CPU = torch.device("cpu")
 PLAIN = "plain"  # the unwrapped model: what the others cost comes on top of its time
 
 
@@ -31,7 +32,7 @@ class Setting:
     """
 
     blocks: frozenset[type[nn.Module]]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     param_dtype: torch.dtype | None = None
 
 
@@ -50,7 +51,7 @@ def _ddp(model: nn.Module, setting: Setting) -> nn.Module:
     return wrapped
 
 
-def _finished_all_reduce(state, bucket):
+def _finished_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     """DDP's reduction on the fake group, whose work has no result for DDP to take.
 
     Without annotations: DDP compares them with types, and here they would be strings.
@@ -66,7 +67,9 @@ def _fsdp1(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.M
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    precision = setting.param_dtype and MixedPrecision(setting.param_dtype, torch.float32)
+    precision = None
+    if setting.param_dtype is not None:
+        precision = MixedPrecision(setting.param_dtype, torch.float32)
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
@@ -88,16 +91,17 @@ def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
     for module in model.modules():
         if type(module) in setting.blocks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _ours(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Module:
     from fsdp import FullyShardedDataParallel, MixedPrecision
     from fsdp.wrap import ModuleWrapPolicy
 
-    precision = setting.param_dtype and MixedPrecision(
-        param_dtype=setting.param_dtype, reduce_dtype=torch.float32
-    )
+    precision = None
+    if setting.param_dtype is not None:
+        precision = MixedPrecision(setting.param_dtype, torch.float32)
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
@@ -128,7 +132,7 @@ class Runner:
 
     def forward_backward(self) -> Tensor:
         """Forward and backward; the loss, detached, a scalar."""
-        loss = self.model(*self.batch)
+        loss: Tensor = self.model(*self.batch)
         loss.backward()
         return loss.detach()
 
@@ -147,7 +151,7 @@ def build_runner(
 ) -> Runner:
     """Wrap ``model`` as contender ``name``.
 
-    The optimizer is ``AdamW`` with torch's defaults: what it picks for each contender's parameters is part of the result.
+    The optimizer is ``AdamW`` with torch's defaults: what it picks for a contender's parameters is part of the result.
     """
     wrapped = builders[name](model, setting)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)

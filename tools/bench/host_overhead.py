@@ -2,7 +2,8 @@
 
 The model is a stack of tiny transformer blocks, each a unit, the root one more; the group is torch's fake one, in which
 rank 0 sees W ranks and collectives copy a few bytes.  Forward and backward: the wrapper's time less the unwrapped
-model's and less the bare collectives' in the same round.  Optimizer: step and zero_grad as they are, since wrappers change what there is to step.
+model's and less the bare collectives' in the same round.  Optimizer: step and zero_grad as they are, since wrappers
+change what there is to step.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def run(arguments: argparse.Namespace) -> Report:
         failures,
         notes=(
             "us per unit and step, median [quartiles] of rounds; units are the blocks and the root.",
-            f"fwd+bwd, and its ratios, are less ({PLAIN}), the unwrapped model, and ({COLLECTIVES}), the fake group's copies;",
-            "ddp has one bucket, no units and no such copies.  optimizer is step and zero_grad as they are.",
+            f"fwd+bwd, and its ratios, are less ({PLAIN}), the unwrapped model, and ({COLLECTIVES}), the fake group's",
+            "copies; ddp has one bucket, no units and no such copies.  optimizer is step and zero_grad as they are.",
         ),
     )
 
@@ -95,10 +96,10 @@ def measure(
 ) -> dict[str, Any]:
     """Samples, failures and, if asked for, our profiles, on a fake group in this process."""
     with world.fake_group(world_size):
-        runners: dict[str, Steps]
         runners, failures = tiny_runners(Shape(**shape), seed, names, warm_up=3)
-        runners |= {COLLECTIVES: BareCollectives(Shape(**shape), world_size)}
-        samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed)
+        timed: dict[str, Steps] = {**runners}
+        timed[COLLECTIVES] = BareCollectives(Shape(**shape), world_size)
+        samples = time_rounds(timed, rounds=rounds, steps=steps, seed=seed)
         profiles = {
             name: profile_rows(runners[name], shape["blocks"] + 1)
             for name in PROFILED
@@ -200,16 +201,14 @@ def profile_rows(runner: Runner, units: int) -> list[list[str]]:
         profiler.disable()
         runner.optimizer_step()
     per_unit = 1.0 / (_PROFILE_STEPS * units)
-    entries = pstats.Stats(profiler).stats
+    entries: dict[Any, Any] = vars(pstats.Stats(profiler))["stats"]
     inside = {place for place in entries if Path(place[0]).is_relative_to(package)}
     outside: dict[Any, float] = dict.fromkeys(inside, 0.0)
     for place, (_, _, _, _, callers) in entries.items():
         if place not in inside:
             for caller in inside & callers.keys():
                 outside[caller] += callers[caller][3] if _is_leaf(place) else 0.0
-    rows = [
-        (entries[place][2], outside[place], entries[place][1], place) for place in inside
-    ]
+    rows = [(entries[place][2], outside[place], entries[place][1], place) for place in inside]
     rows.sort(key=lambda row: row[0] + row[1], reverse=True)
     total = [sum(row[column] for row in rows) for column in range(2)]
     shown = [
@@ -232,6 +231,8 @@ def _is_leaf(place: tuple[str, int, str]) -> bool:
 
 def profile_table(name: str, rows: list[list[str]]) -> Table:
     """The table of ``profile_rows``."""
-    title = f"{name}: where fwd+bwd goes, under cProfile (which inflates calls), us per unit and step"
+    title = (
+        f"{name}: where fwd+bwd goes, under cProfile (which inflates calls), us per unit and step"
+    )
     columns = ("function", "calls", "self us", "with built-ins us")
     return Table(title, columns, tuple(tuple(row) for row in rows))

@@ -38,9 +38,7 @@ class Shape:
     def tokens(self, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (batch, sequence), int64, drawn with ``seed``."""
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(
-            self.vocabulary, (self.batch, self.sequence + 1), generator=generator
-        )
+        drawn = torch.randint(self.vocabulary, (self.batch, self.sequence + 1), generator=generator)
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
@@ -60,7 +58,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, dim)
         heads = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         for linear in self.extra:
@@ -102,7 +101,9 @@ class LlamaBlock(nn.Module):
         self.up = nn.Linear(shape.dim, hidden, bias=False)
         self.down = nn.Linear(hidden, shape.dim, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:  # (batch, sequence, dim), (2, sequence, head / 2)
+    def forward(
+        self, x: Tensor, turn: Tensor
+    ) -> Tensor:  # (batch, sequence, dim), (2, sequence, head / 2)
         heads = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
         attended = F.scaled_dot_product_attention(
@@ -110,7 +111,8 @@ class LlamaBlock(nn.Module):
         )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         normed = self.norm2(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        mlp: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + mlp
 
 
 class Llama(nn.Module):

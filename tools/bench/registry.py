@@ -2,8 +2,10 @@
 
 A benchmark is a module with two functions::
 
-    def add_arguments(parser: argparse.ArgumentParser) -> None: ...   # its own options
-    def run(arguments: argparse.Namespace) -> Report: ...             # arguments.quick, arguments.seed are always there
+    def add_arguments(parser: argparse.ArgumentParser) -> None: ...  # its own options
+    def run(
+        arguments: argparse.Namespace,
+    ) -> Report: ...  # arguments.quick, arguments.seed are always there
 
 To add one, write the module and give it a line here.
 """

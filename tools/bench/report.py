@@ -35,7 +35,11 @@ class Table:
         """The table in plain text: the first column to the left, the others to the right."""
         lines = [self.columns, *self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
-        rendered = [self.title, self._line(self.columns, widths), "-" * (sum(widths) + 2 * len(widths) - 2)]
+        rendered = [
+            self.title,
+            self._line(self.columns, widths),
+            "-" * (sum(widths) + 2 * len(widths) - 2),
+        ]
         rendered += [self._line(row, widths) for row in self.rows]
         return "\n".join(rendered)
 
@@ -106,7 +110,9 @@ def machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -16,7 +16,9 @@ from typing import Protocol
 __all__ = ["PHASES", "Samples", "Steps", "time_rounds"]
 
 PHASES = ("forward_backward", "optimizer")
-Samples = dict[str, dict[str, list[list[float]]]]  # contender -> phase -> round -> seconds of each step
+Samples = dict[
+    str, dict[str, list[list[float]]]
+]  # contender -> phase -> round -> seconds of each step
 
 
 class Steps(Protocol):

@@ -48,9 +48,7 @@ def round_medians(rounds: Rounds) -> list[float]:
     return [statistics.median(steps) for steps in rounds]
 
 
-def combine(
-    function: Callable[[float, float], float], left: Rounds, right: Rounds
-) -> list[float]:
+def combine(function: Callable[[float, float], float], left: Rounds, right: Rounds) -> list[float]:
     """``function`` of both contenders' median steps, round by round.
 
     What slows the machine for a while slows both halves of a pair; a comparison of overall medians would keep it.

@@ -74,17 +74,13 @@ def run(arguments: argparse.Namespace) -> Report:
     )
 
 
-def measure(
-    *, shape: Mapping[str, int], rounds: int, steps: int, seed: int
-) -> dict[str, Any]:
+def measure(*, shape: Mapping[str, int], rounds: int, steps: int, seed: int) -> dict[str, Any]:
     """This rank's samples and failures.
 
     Collective: call on all ranks.
     """
     runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2)
-    samples = time_rounds(
-        runners, rounds=rounds, steps=steps, seed=seed, before_step=dist.barrier
-    )
+    samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed, before_step=dist.barrier)
     return {"samples": samples, "failures": failures}
 
 

@@ -26,7 +26,11 @@ RankFunction = Callable[..., Any]  # module-level; plain-data arguments by keywo
 
 
 def run_gloo(
-    function: RankFunction, world_size: int, *, environment: Mapping[str, str] | None = None, **arguments: Any
+    function: RankFunction,
+    world_size: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> list[Any]:
     """Run ``function(**arguments)`` on fresh gloo ranks with one thread each; its results in rank order."""
     return _run(_gloo_rank, function, world_size, arguments, environment or {})
@@ -89,9 +93,7 @@ def _gloo_rank(
     rank: int, function: RankFunction, world_size: int, folder: str, arguments: dict[str, Any]
 ) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT)
     _lone_rank(rank, function, world_size, folder, arguments)
     dist.barrier()
     dist.destroy_process_group()

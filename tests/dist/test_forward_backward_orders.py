@@ -1,0 +1,316 @@
+"""Several forwards and backwards in any order, on every model (oracle: dense copies, one a rank)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.errors import FsdpError
+from tests.support.compare import GRADIENTS, Tolerance, assert_close
+from tests.support.models import build_gan_pair, entry
+from tests.support.oracles import full_grads, mean_grads, wrap_entry
+from tests.support.ranks import run_ranks
+
+EXPOSURES = (False, True)
+# Two or three backwards add up: a few more roundings than one has.
+SUMS = Tolerance(GRADIENTS.rtol * 5, GRADIENTS.atol * 5)
+
+
+def losses(item, model, rank, count=2):
+    return [item.loss(model, item.make_batch(rank, step)) for step in range(count)]
+
+
+def first_in_first_out(item, model, rank):
+    for loss in losses(item, model, rank):
+        loss.backward()
+
+
+def last_in_first_out(item, model, rank):
+    for loss in reversed(losses(item, model, rank, 3)):
+        loss.backward()
+
+
+def one_backward_of_two(item, model, rank):
+    torch.stack(losses(item, model, rank)).sum().backward()
+
+
+def autograd_backward_of_a_list(item, model, rank):
+    torch.autograd.backward(losses(item, model, rank))
+
+
+def retained(item, model, rank):
+    (loss,) = losses(item, model, rank, 1)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def interleaved(item, model, rank):
+    first, second = losses(item, model, rank)
+    second.backward()
+    third = item.loss(model, item.make_batch(rank, 2))
+    first.backward()
+    third.backward()
+
+
+def dropped(item, model, rank):
+    """A forward whose backward never comes."""
+    losses(item, model, rank)
+    item.loss(model, item.make_batch(rank, 2)).backward()
+
+
+def in_another_thread(item, model, rank):
+    (loss,) = losses(item, model, rank, 1)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    item.loss(model, item.make_batch(rank, 1)).backward()
+
+
+def hidden_loss_first(item, model, rank):
+    """An auxiliary loss on the input side, whose backward reaches no parameter."""
+    x = torch.ones(2, requires_grad=True)
+    (x.sum() * item.loss(model, item.make_batch(rank, 0)).detach()).backward()
+    item.loss(model, item.make_batch(rank, 0)).backward()
+
+
+SCRIPTS = [
+    first_in_first_out,
+    last_in_first_out,
+    one_backward_of_two,
+    autograd_backward_of_a_list,
+    retained,
+    interleaved,
+    dropped,
+    in_another_thread,
+    hidden_loss_first,
+]
+MODELS = ("gpt_tied", "shared", "outputs", "lora", "root_only", "conv")
+
+
+def run_model(name, strategy):
+    item = entry(name)
+    for script in SCRIPTS:
+        if name == "conv" and script in (last_in_first_out, retained):
+            continue  # running statistics are not what this is about
+        expected = mean_grads(
+            item.build(), lambda m, r, s=script: s(item, m, r), range(dist.get_world_size())
+        )
+        for orig in EXPOSURES:
+            model = wrap_entry(
+                item,
+                item.build(),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=orig,
+            )
+            print(script.__name__, "orig" if orig else "flat", flush=True)
+            script(item, model, dist.get_rank())
+            try:
+                assert_close(expected, full_grads(model), SUMS, none_is_zero=not orig)
+            except AssertionError as error:
+                raise AssertionError(f"{script.__name__}, orig={orig}: {error}") from None
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_every_order_gives_the_gradients_of_the_plain_model(name, strategy):
+    run_ranks(run_model, 2, name, strategy)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_order_at_other_world_sizes(world_size):
+    run_ranks(run_model, world_size, "gpt_tied", "FULL_SHARD")
+
+
+def adversaries(orig, strategy):
+    """Generator and discriminator wrapped apart, trained in turns with one side frozen, as GANs are."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pairs = []
+    for wrapped in (False, True):
+        pair = build_gan_pair()
+        if wrapped:
+            settings = {
+                "use_orig_params": orig,
+                "sharding_strategy": ShardingStrategy[strategy],
+                "auto_wrap_policy": {nn.Linear},
+            }
+            pair = tuple(FSDP(part, **settings) for part in pair)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in pair]
+        pairs.append((pair, optimizers))
+
+    def noise(step, who):
+        rng = torch.Generator().manual_seed(100 * step + who)
+        return torch.randn(4, 3, generator=rng), torch.randn(4, 5, generator=rng)
+
+    for (generator, discriminator), (g_optimizer, d_optimizer) in pairs:
+        wrapped = isinstance(generator, FSDP)
+        everyone = [rank] if wrapped else range(world_size)
+        for step in range(3):
+            d_optimizer.zero_grad()
+            for who in everyone:
+                z, real = noise(step, who)
+                with torch.no_grad():
+                    fake = generator(z)
+                loss = discriminator(fake).mean() - discriminator(real).mean()
+                (loss / len(everyone)).backward()
+            d_optimizer.step()
+            g_optimizer.zero_grad()
+            for param in discriminator.parameters():
+                param.requires_grad_(False)
+            for who in everyone:
+                z, _ = noise(step, who)
+                (-discriminator(generator(z)).mean() / len(everyone)).backward()
+            for param in discriminator.parameters():
+                param.requires_grad_(True)
+            g_optimizer.step()
+    for plain, model in zip(pairs[0][0], pairs[1][0], strict=True):
+        assert_close(dict(plain.state_dict()), dict(model.state_dict()), SUMS)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("orig", EXPOSURES, ids=["flat", "orig"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_wrapped_models_trained_in_turns(world_size, orig, strategy):
+    run_ranks(adversaries, world_size, orig, strategy)
+
+
+def one_loss_of_two_models():
+    """Both wrapped models in one graph, used twice each."""
+    for orig in EXPOSURES:
+
+        def script(pair, rank):
+            generator, discriminator = pair
+            z = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+            fake = generator(z)
+            (discriminator(fake) * discriminator(generator(-z))).sum().backward()
+
+        dense = nn.ModuleList(build_gan_pair())
+        expected = mean_grads(dense, script, range(dist.get_world_size()))
+        pair = tuple(
+            FSDP(part, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+            for part in build_gan_pair()
+        )
+        script(pair, dist.get_rank())
+        got = {
+            f"{index}.{name}": grad
+            for index, part in enumerate(pair)
+            for name, grad in full_grads(part).items()
+        }
+        assert_close(expected, got, SUMS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_wrapped_models_in_one_loss(world_size):
+    run_ranks(one_loss_of_two_models, world_size)
+
+
+def bypassed():
+    """Where autograd does not accumulate on the leaves the answer is right or an error; never a local gradient."""
+    item = entry("mlp")
+    rank = dist.get_rank()
+    ranks = range(dist.get_world_size())
+
+    def backward(model, who):
+        item.loss(model, item.make_batch(who, 0)).backward()
+
+    expected = mean_grads(item.build(), backward, ranks)
+    for orig in EXPOSURES:
+        model = wrap_entry(item, item.build(), use_orig_params=orig)
+        params = list(model.parameters())
+        loss = item.loss(model, item.make_batch(rank, 0))
+        try:
+            got = torch.autograd.grad(loss, params)
+        except (FsdpError, RuntimeError):
+            pass
+        else:
+            shown = {name: param.grad for name, param in model.named_parameters()}
+            raise AssertionError(f"autograd.grad returned {[g.shape for g in got]}, {shown}")
+        model = wrap_entry(item, item.build(), use_orig_params=orig)
+        loss = item.loss(model, item.make_batch(rank, 0))
+        try:
+            loss.backward(create_graph=True)
+        except (FsdpError, RuntimeError):
+            model = wrap_entry(item, item.build(), use_orig_params=orig)
+        else:
+            assert_close(expected, full_grads(model), GRADIENTS)
+        backward(model, rank)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_asked_for_in_other_ways_are_never_local():
+    run_ranks(bypassed, 2)
+
+
+class Inner(nn.Module):
+    """Its loss comes from a middle layer; two layers get no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x):
+        hidden = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            hidden.append(x)
+        return hidden
+
+
+def partial(strategy):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def script(model, rank):
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+        model(rows)[1].square().sum().backward()
+
+    torch.manual_seed(0)
+    dense = Inner()
+    expected = mean_grads(dense, script, range(dist.get_world_size()))
+    for orig in EXPOSURES:
+        for policy in ({nn.Linear}, None):
+            torch.manual_seed(0)
+            model = FSDP(
+                Inner(),
+                auto_wrap_policy=policy,
+                use_orig_params=orig,
+                sharding_strategy=ShardingStrategy[strategy],
+            )
+            script(model, dist.get_rank())
+            grads = full_grads(model)
+            assert_close(expected, grads, GRADIENTS, none_is_zero=not orig and policy is None)
+            if policy is not None:
+                assert [name for name, grad in grads.items() if grad is None] == [
+                    f"layers.{index}.{part}" for index in (2, 3) for part in ("weight", "bias")
+                ]
+            model(x)[3].sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_no_rank_used_have_no_gradient(strategy, world_size):
+    run_ranks(partial, world_size, strategy)
+
+
+def undecayed():
+    """AdamW leaves a parameter alone that had no gradient, decay included."""
+    item = entry("experts")
+    for orig, wrapping in ((True, "root"), (True, "blocks"), (False, "blocks")):
+        model = wrap_entry(item, item.build(), wrapping, use_orig_params=orig)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        item.loss(model, item.make_batch(dist.get_rank(), 1)).backward()  # expert 1 only
+        optimizer.step()
+        before, after = item.build().state_dict(), model.state_dict()
+        for name in before:
+            untouched = name.startswith(("experts.0", "experts.2"))
+            assert torch.equal(before[name], after[name]) == untouched, name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_optimizer_leaves_unused_parameters_alone(world_size):
+    run_ranks(undecayed, world_size)
