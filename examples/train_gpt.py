@@ -80,7 +80,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[batch, length]`` bytes to ``[batch, length, 256]`` logits."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -193,7 +195,9 @@ class Progress:
         self._last = self._start = time.monotonic()
         self._tokens = 0
 
-    def show(self, step: int, loss: torch.Tensor, lr: float, tokens: int, device: torch.device) -> None:
+    def show(
+        self, step: int, loss: torch.Tensor, lr: float, tokens: int, device: torch.device
+    ) -> None:
         """Count ``tokens`` and print, if it is time to."""
         self._tokens += tokens
         now = time.monotonic()
@@ -228,7 +232,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=700, help="length of the schedule")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so much time")
-    parser.add_argument("--global-batch", type=int, default=12, help="rows a micro-batch, all processes together")
+    parser.add_argument(
+        "--global-batch", type=int, default=12, help="rows a micro-batch, all processes together"
+    )
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
@@ -236,15 +242,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce in float32")
-    parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], default="FULL_SHARD")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16, reduce in float32"
+    )
+    parser.add_argument(
+        "--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], default="FULL_SHARD"
+    )
     parser.add_argument("--use-orig-params", action="store_true", help="show original parameters")
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--checkpoint-every", type=int, default=50)
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
     parser.add_argument("--sample", type=int, default=120, help="bytes to generate at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads a process; cores / processes if 0")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads a process; cores / processes if 0"
+    )
     return parser.parse_args(argv)
 
 
@@ -278,7 +290,12 @@ def build(args: argparse.Namespace, device: torch.device) -> FSDP:
 
 
 def train_step(
-    model: FSDP, optimizer: Any, text: Text, step: int, args: argparse.Namespace, device: torch.device
+    model: FSDP,
+    optimizer: Any,
+    text: Text,
+    step: int,
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> torch.Tensor:
     """One optimizer step over ``args.accumulate`` micro-batches; returns the mean loss over all processes."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -286,7 +303,9 @@ def train_step(
     total = torch.zeros((), device=device)
     for micro in range(args.accumulate):
         first = (step * args.accumulate + micro) * args.global_batch + rank * share
-        rows = text.rows(text.train, args.seed, range(first, first + share), args.context).to(device)
+        rows = text.rows(text.train, args.seed, range(first, first + share), args.context).to(
+            device
+        )
         last = micro == args.accumulate - 1
         with contextlib.nullcontext() if last else model.no_sync():
             loss = loss_on(model, rows) / args.accumulate
@@ -305,11 +324,15 @@ def main(argv: list[str] | None = None) -> list[float]:
     device = start()
     world = dist.get_world_size()
     if args.global_batch % world:
-        raise SystemExit(f"--global-batch {args.global_batch} does not divide among {world} processes")
+        raise SystemExit(
+            f"--global-batch {args.global_batch} does not divide among {world} processes"
+        )
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // world))
     text = Text()
     model = build(args, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
     first = load(args.out, model, optimizer) if args.resume else 0
     schedule = functools.partial(learning_rate, warmup=20, total=args.steps)
     say(
@@ -326,7 +349,9 @@ def main(argv: list[str] | None = None) -> list[float]:
         tokens = args.global_batch * args.accumulate * args.context
         progress.show(step, loss, group["lr"], tokens, device)
         if step % args.eval_every == 0:
-            say(f"step {step:5d} | held-out loss {evaluate(model, text, args, device):.3f} nats/byte")
+            say(
+                f"step {step:5d} | held-out loss {evaluate(model, text, args, device):.3f} nats/byte"
+            )
         late = torch.tensor(float(time.monotonic() > deadline), device=device)
         dist.all_reduce(late)  # one process's clock decides for all
         if late or step % args.checkpoint_every == 0 or step == args.steps:

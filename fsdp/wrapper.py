@@ -31,6 +31,7 @@ from .errors import (
     ConfigError,
     ConfigTypeError,
     TrainingStateError,
+    UnsupportedError,
     UsageError,
     describe,
 )
@@ -153,6 +154,7 @@ class FullyShardedDataParallel(nn.Module):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
+        _check_offload(arguments)
         overrides = plan_overrides(
             module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override
         )
@@ -826,6 +828,14 @@ def _of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
             f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."
         )
     return value
+
+
+def _check_offload(arguments: BuildArguments) -> None:
+    if arguments.cpu_offload.offload_params and arguments.device.type != "cpu":
+        raise UnsupportedError(
+            f"CPUOffload(offload_params=True) is not supported with the compute device {arguments.device}: keep the "
+            "shards on the device, or compute on the CPU."
+        )
 
 
 _OVERRIDABLE = {

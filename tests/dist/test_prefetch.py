@@ -1,0 +1,158 @@
+"""Prefetching: what starts when, that it changes no number, and that a changing order costs time only."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import BackwardPrefetch, ShardingStrategy
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.comm.recording import Event, Recording
+from tests.support.compare import GRADIENTS, assert_close
+from tests.support.models import MlpBlock, entry
+from tests.support.oracles import full_grads, mean_grads, wrap_entry
+from tests.support.ranks import run_ranks
+
+MODES = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+
+def gradients(name):
+    item = entry(name)
+
+    def script(model, rank):
+        for step in range(3):
+            item.loss(model, item.make_batch(rank, step)).backward()
+
+    expected = mean_grads(item.build(), script, range(dist.get_world_size()))
+    for backward, forward, limit, strategy in itertools.product(
+        MODES, (False, True), (False, True), ("FULL_SHARD", "SHARD_GRAD_OP")
+    ):
+        model = wrap_entry(
+            item,
+            item.build(),
+            backward_prefetch=backward,
+            forward_prefetch=forward,
+            limit_all_gathers=limit,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        script(model, dist.get_rank())
+        assert_close(expected, full_grads(model), GRADIENTS, none_is_zero=True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "shared", "experts"])
+def test_no_way_of_prefetching_changes_a_gradient(name):
+    run_ranks(gradients, 2, name)
+
+
+def trace(backward, forward):
+    """Launches of the third step, with the forward, backward and end of each block."""
+    item = entry("mlp")
+    model = wrap_entry(item, item.build(), backward_prefetch=backward, forward_prefetch=forward)
+    events: list[Event] = []
+    log: list[str] = []
+
+    class Log(list):
+        def append(self, event):
+            log.append(f"{event.op} {event.unit}")
+
+    for wrapper in FSDP.fsdp_modules(model):
+        unit = wrapper._unit
+        unit.shard = Recording(unit.shard, unit.name, Log())
+    for index, block in enumerate(model.module.blocks):
+        inner = block.module
+        inner.up.register_forward_hook(lambda *_, i=index: log.append(f"forward blocks.{i}"))
+        inner.up.register_full_backward_hook(lambda *_, i=index: log.append(f"backward blocks.{i}"))
+    for step in range(3):
+        log.clear()
+        item.loss(model, item.make_batch(dist.get_rank(), step)).backward()
+    assert not events
+    return log
+
+
+def position(log, text, last=False):
+    found = [index for index, line in enumerate(log) if line == text]
+    return found[-1 if last else 0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
+    log = run_ranks(trace, 2, mode, False)[0]
+    gather = position(log, "all_gather blocks.1", last=True)
+    backward = position(log, "backward blocks.2")
+    reduce = position(log, "reduce_scatter blocks.2")
+    own_backward = position(log, "backward blocks.1")
+    assert gather < own_backward
+    assert log.count("all_gather blocks.1") == 2
+    if mode is PRE:
+        assert gather < backward, log
+        assert gather < reduce, log
+    if mode is POST:
+        assert backward < gather, log
+    if mode is None:
+        assert reduce < gather, log
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_forward_prefetch_gathers_the_next_unit_before_the_current_one_computes(ahead):
+    log = run_ranks(trace, 2, PRE, ahead)[0]
+    gather = position(log, "all_gather blocks.1")
+    assert (gather < position(log, "forward blocks.0")) == ahead, log
+    assert log.count("all_gather blocks.0") == 2
+
+
+class Changing(nn.Module):
+    """Runs its blocks in an order that changes from step to step, and leaves some out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(MlpBlock(7) for _ in range(4))
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x, order):
+        x = self.inp(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.out(x)
+
+
+ORDERS = ([0, 1, 2, 3], [3, 1, 0, 2], [2], [], [1, 1, 3], [0, 3, 2, 1])
+
+
+def changing(forward):
+    def script(model, rank):
+        for step, order in enumerate(ORDERS):
+            rng = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 5, generator=rng), order).square().sum().backward()
+            with torch.no_grad():
+                model(torch.randn(4, 5, generator=rng), order[::-1])
+
+    torch.manual_seed(0)
+    expected = mean_grads(Changing(), script, range(dist.get_world_size()))
+    for mode in MODES:
+        for orig in (False, True):
+            torch.manual_seed(0)
+            model = FSDP(
+                Changing(),
+                auto_wrap_policy={MlpBlock},
+                backward_prefetch=mode,
+                forward_prefetch=forward,
+                use_orig_params=orig,
+            )
+            script(model, dist.get_rank())
+            assert_close(expected, full_grads(model), GRADIENTS)
+            for wrapper in FSDP.fsdp_modules(model):
+                for handle in wrapper._handles:
+                    if not handle.aliased:
+                        assert handle.unsharded.flat.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_order_that_changes_every_step_is_only_slower(forward, world_size):
+    run_ranks(changing, world_size, forward)
