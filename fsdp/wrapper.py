@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,6 +174,8 @@ class FullyShardedDataParallel(nn.Module):
         _put_wrappers_in_place(module, wrappers)
         self._adopt(module, built[module], arguments)
         _start_root(self)
+        if callable(getattr(module, "generate", None)):
+            self.register_forward_method("generate")
 
     def _adopt(self, module: nn.Module, unit: Unit, arguments: BuildArguments) -> None:
         """Become the wrapper of ``module``, whose unit is ``unit``."""
@@ -339,6 +342,52 @@ class FullyShardedDataParallel(nn.Module):
         managed = {param for unit in units for handle in unit.handles for param in handle.exposed}
         others = [param for param in self.parameters() if param not in managed]
         return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
+
+    def register_forward_method(self, name: str) -> None:
+        """Let the wrapped module's method ``name`` gather parameters as its forward does.
+
+        For methods that use the module's own parameters without going through ``forward``: ``encode_text``,
+        ``forward_features``, ...  Methods that only call submodules which are units need no registration, and
+        ``generate`` is registered by itself.  Collective: none; calls of the method are, as calls of the module are.
+
+        Raises:
+            ConfigError: If the module has no such method.
+        """
+        module, unit = self._fsdp_wrapped_module, self._unit
+        method = getattr(module, name, None)
+        if not callable(method):
+            raise ConfigError(f"{type(module).__name__} has no method {name!r} to register.")
+
+        @functools.wraps(method)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            return unit.run_method(method, args, kwargs)
+
+        vars(module)[name] = gathered
+
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """Divide summed gradients by ``divisor`` instead of by the number of ranks, from the next backward on.
+
+        With a loss summed over tokens and the global number of tokens as divisor, gradients equal those of one big
+        batch however tokens are spread over ranks.  None restores the mean.  Communication hooks divide themselves.
+
+        Collective: none; every rank sets the same.
+
+        Raises:
+            ConfigError: If ``divisor`` is not positive.
+        """
+        if divisor is not None and not divisor > 0:
+            raise ConfigError(
+                f"the gradient divisor is {divisor}: expected a positive number or None."
+            )
+        for unit in _units_in(self):
+            unit.gradient_divisor = divisor
+
+    def reset(self) -> None:
+        """Forget a step that failed half way; gradients that were published stay.
+
+        The next forward does so by itself.  Collective: none.
+        """
+        self._unit.root.reset()
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Let ``hook`` reduce the gradients of every unit.

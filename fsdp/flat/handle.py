@@ -56,7 +56,6 @@ class FlatParamHandle:
         self.params = tuple(params)
         self.rank = rank
         self.orig_mode = orig_mode
-        self.requires_grad = first.requires_grad
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
@@ -73,7 +72,7 @@ class FlatParamHandle:
             self._cut_shard(sources, first.dtype, device),
             self.layout,
             self.params,
-            requires_grad=self.requires_grad,
+            requires_grad=first.requires_grad,
             expose_originals=orig_mode,
         )
         self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
@@ -103,6 +102,11 @@ class FlatParamHandle:
     def device(self) -> torch.device:
         """Device of the shard."""
         return self.flat_param.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the parameters is trained."""
+        return any(leaf.requires_grad for leaf in self.unsharded.leaves)
 
     @property
     def uses_sharded_strategy(self) -> bool:

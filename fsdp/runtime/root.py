@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
 from ..errors import TrainingStateError, describe
@@ -36,6 +38,7 @@ class Root:
         stack: Units whose forward is running, outermost first.
         backward_running: Whether a backward has reached one of the units and not ended yet.
         started: Whether any forward has run.
+        entered_with_grad: Whether the running forward was entered with gradients enabled.
     """
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
@@ -46,6 +49,7 @@ class Root:
         self.stack: list[Unit] = []
         self.backward_running = False
         self.started = False
+        self.entered_with_grad = False
         self._in_flight: deque[Reduction] = deque()
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.root = self
@@ -88,12 +92,14 @@ class Root:
         """The first unit of a forward is entered: nothing gathered earlier may be used again."""
         if not self.started:
             self.started = True
-            for unit in self.units:
-                precision.cast_buffers(unit)
+            with torch.inference_mode(mode=False):
+                for unit in self.units:
+                    precision.cast_buffers(unit)
         if _torch.in_backward():
             return
         if self.backward_running:
             self.reset()
+        self.entered_with_grad = torch.is_grad_enabled()
         for unit in self.units:
             unit.reshard()
         if entry.index == 0:

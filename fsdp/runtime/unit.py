@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,6 +19,7 @@ from ..errors import TrainingStateError, describe
 from ..flat.handle import FlatParamHandle
 from . import precision
 from .buffers import GradBuffer
+from .guard import remember_left_behind
 from .reduction import Accumulated, Mark, collect
 
 if TYPE_CHECKING:
@@ -116,6 +118,12 @@ class Unit:
         self._accumulated: dict[FlatParamHandle, Accumulated] = {}
         self._leaf_hooks: list[Any] = []
         self._prepare()
+        remember_left_behind(
+            (managed.param, managed.fqn)
+            for handle in self.handles
+            if not handle.orig_mode
+            for managed in handle.params
+        )
         self._pre_hook = module.register_forward_pre_hook(
             self._pre_forward, prepend=True, with_kwargs=True
         )
@@ -164,9 +172,11 @@ class Unit:
             UsageError: If a change cannot be taken over; it names the parameter and the remedy.
         """
         changed = [handle for handle in self.handles if handle.user_changed()]
-        for handle in changed:
-            handle.adopt_changes()
         if changed:
+            # What is built here outlives the forward, so it must not be made of inference tensors.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for handle in changed:
+                    handle.adopt_changes()
             self._prepare()
 
     def _launch_gather(self) -> Work:
@@ -188,9 +198,16 @@ class Unit:
         ]
         for hook in self._leaf_hooks:
             hook.remove()
-        self._leaf_hooks = [
-            leaf.register_post_accumulate_grad_hook(self._grad_arrived) for leaf in leaves
-        ]
+        # Weakly, because the garbage collector does not look into a tensor's hooks: unit -> leaf -> hook -> unit would
+        # keep the parameters of a deleted model for ever.
+        me = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            unit = me()
+            if unit is not None:
+                unit.count_gradient()
+
+        self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected = len(leaves)
         self._missing = self._expected
 
@@ -248,6 +265,9 @@ class Unit:
         awaited = torch.is_grad_enabled() and self._hook_outputs(output)
         if awaited and not recomputing:
             self.root.order.finish(self.index)
+        if not torch.is_grad_enabled() and not recomputing:
+            # Reentrant checkpointing runs the forward without grad inside one with grad.
+            awaited = bool(self.root.stack) and self.root.entered_with_grad
         keep = (recomputing and torch.is_grad_enabled()) or (
             awaited and not self.root.reshards_after_forward(self)
         )
@@ -296,6 +316,22 @@ class Unit:
                 unit=self.name,
             )
 
+    def run_method(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of the module as if it were its forward: gathered, exposed, hooked and freed.
+
+        Collective: every rank of the shard group.
+        """
+        changed = self._pre_forward(self.module, args, kwargs)
+        args, kwargs = (args, kwargs) if changed is None else changed
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._post_forward(self.module, args, output)
+        return output
+
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, *_: Any) -> None:
@@ -307,7 +343,8 @@ class Unit:
             self.wait_unshard()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
 
-    def _grad_arrived(self, leaf: torch.Tensor) -> None:
+    def count_gradient(self) -> None:
+        """One more leaf has its gradient."""
         self._missing -= 1
         if self._missing == 0:
             self.finish_backward()

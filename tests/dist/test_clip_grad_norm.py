@@ -85,11 +85,13 @@ def mixed_nesting(order):
         plain = item.build()
         by_block = {plain.blocks[i]: strategy for i, strategy in strategies.items()}
         policy = CustomPolicy(
-            lambda m, by_block=by_block: {"sharding_strategy": by_block[m]}
-            if m in by_block
-            else isinstance(m, MlpBlock)
+            lambda m, by_block=by_block: (
+                {"sharding_strategy": by_block[m]} if m in by_block else isinstance(m, MlpBlock)
+            )
         )
-        norms.append(check(FSDP(plain, auto_wrap_policy=policy, use_orig_params=orig), item, 0.05, order))
+        norms.append(
+            check(FSDP(plain, auto_wrap_policy=policy, use_orig_params=orig), item, 0.05, order)
+        )
     return norms
 
 
@@ -131,7 +133,9 @@ def low_precision():
     for grad in full_grads(model).values():
         squares += grad.float().square().sum()
     got = model.clip_grad_norm_(0.05)
-    torch.testing.assert_close(got.float(), squares.sqrt(), rtol=2**-8, atol=0)  # returned in bfloat16
+    torch.testing.assert_close(
+        got.float(), squares.sqrt(), rtol=2**-8, atol=0
+    )  # returned in bfloat16
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {
         torch.bfloat16
     }

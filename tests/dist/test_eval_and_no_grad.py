@@ -221,5 +221,3 @@ def frozen_everywhere():
 
 def test_a_frozen_model_passes_gradients_to_its_input():
     run_ranks(frozen_everywhere, 2)
-
-

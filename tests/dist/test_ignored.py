@@ -29,9 +29,9 @@ def identity(policy, orig, by_parameter):
     item = entry("mlp")
     plain = item.build()
     block, layer = plain.blocks[1], plain.out
-    kept = {
-        "blocks.1." + name: param for name, param in block.named_parameters()
-    } | {"out." + name: param for name, param in layer.named_parameters()}
+    kept = {"blocks.1." + name: param for name, param in block.named_parameters()} | {
+        "out." + name: param for name, param in layer.named_parameters()
+    }
     ignored = (
         {"ignored_states": list(kept.values())}
         if by_parameter

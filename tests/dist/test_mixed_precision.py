@@ -216,7 +216,9 @@ def nested():
     assert out.dtype == BF16
     out.sum().backward()
     assert all(param.grad.dtype == FP32 for param in model.parameters())
-    no_cast = FSDP(nn.Linear(5, 3), mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=False))
+    no_cast = FSDP(
+        nn.Linear(5, 3), mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=False)
+    )
     with pytest.raises(RuntimeError, match="dtype"):
         no_cast(torch.randn(2, 5))
     no_cast(torch.randn(2, 5).bfloat16()).sum().backward()

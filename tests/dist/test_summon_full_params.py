@@ -173,11 +173,13 @@ def offloaded():
     for orig in EXPOSURES:
         for writeback in (False, True):
             model = wrap_entry(item, item.build(), use_orig_params=orig)
-            with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=True):
-                with torch.no_grad():
-                    for param in model.parameters():
-                        assert param.device.type == "cpu"
-                        param.fill_(2.0)
+            with (
+                FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=True),
+                torch.no_grad(),
+            ):
+                for param in model.parameters():
+                    assert param.device.type == "cpu"
+                    param.fill_(2.0)
             values = torch.cat([value.flatten() for value in model.state_dict().values()])
             assert bool((values == 2.0).all()) == (writeback or dist.get_world_size() == 1)
 

@@ -34,7 +34,10 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 def units(model):
     """Names of the units in the unwrapped model, the root left out."""
     names = [name for name, child in model.named_modules() if isinstance(child, FSDP) and name]
-    return [name.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "") for name in names]
+    return [
+        name.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "")
+        for name in names
+    ]
 
 
 def by_old_name(module, recurse, unwrapped_params):
@@ -116,9 +119,11 @@ def policies_in_detail():
     plain = entry("mlp").build()
     first, second = plain.blocks[0], plain.blocks[1]
     policy = CustomPolicy(
-        lambda m: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "backward_prefetch": None}
-        if m is first
-        else m is second
+        lambda m: (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "backward_prefetch": None}
+            if m is first
+            else m is second
+        )
     )
     model = FSDP(plain, auto_wrap_policy=policy)
     assert model.blocks[0].sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
@@ -170,9 +175,8 @@ def by_hand():
     with enable_wrap(wrapper_cls=FSDP, use_orig_params=True):
         layer = wrap(nn.Linear(3, 3))
         kept = wrap(nn.Linear(3, 3), sharding_strategy=ShardingStrategy.NO_SHARD)
-        with pytest.raises(NotImplementedError):
-            with enable_wrap(wrapper_cls=FSDP):
-                pass
+        with pytest.raises(NotImplementedError), enable_wrap(wrapper_cls=FSDP):
+            pass
     assert isinstance(layer, FSDP)
     assert kept.sharding_strategy is ShardingStrategy.NO_SHARD
     assert isinstance(wrap(nn.Linear(3, 3)), nn.Linear)

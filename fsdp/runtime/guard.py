@@ -1,0 +1,74 @@
+"""Mistakes that would otherwise train nothing, found when an optimizer steps for the first time.
+
+Note [Left behind]
+    With ``use_orig_params=False`` the module's own parameters are replaced by flat ones.  An optimizer that was built
+    before wrapping still holds the old, now empty parameters and would step without effect or error.  Wrapping
+    therefore remembers them (weakly, by identity) and a hook that torch runs before every optimizer step looks them
+    up, once an optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import UsageError, describe
+
+__all__ = ["remember_left_behind"]
+
+
+class _LeftBehind:
+    """Parameters that flat ones have replaced, with their names."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._installed = False
+
+    def add(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
+        """Remember parameters for as long as anybody else does."""
+        if not self._installed:
+            self._installed = True
+            register_optimizer_step_pre_hook(self._check)
+        for param, name in params:
+            self._names[id(param)] = (weakref.ref(param, partial(self._forget, id(param))), name)
+
+    def _forget(self, key: int, _: weakref.ref[nn.Parameter]) -> None:
+        self._names.pop(key, None)
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._checked:
+            return
+        self._checked.add(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                found = self._names.get(id(param))
+                if (
+                    found is not None
+                    and found[0]() is param
+                    and not cast("nn.Parameter", param).numel()
+                ):
+                    raise UsageError(
+                        describe(
+                            "the optimizer holds a parameter from before wrapping, which a flat parameter has "
+                            "replaced: it would train nothing",
+                            fqn=found[1],
+                            remedy="Build the optimizer from model.parameters() after wrapping, or wrap with "
+                            "use_orig_params=True.",
+                        ),
+                        fqn=found[1],
+                    )
+
+
+_left_behind = _LeftBehind()
+
+
+def remember_left_behind(params: Iterable[tuple[nn.Parameter, str]]) -> None:
+    """Have every optimizer that holds one of ``params`` refuse its first step (see Note [Left behind])."""
+    _left_behind.add(params)

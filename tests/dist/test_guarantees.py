@@ -1,0 +1,292 @@
+"""What users lose days to elsewhere: each rule here against the dense model, or by the error that names the mistake."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.errors import UsageError
+from tests.dist.test_engine_features import micro_batches, record
+from tests.support.ranks import run_ranks
+from tests.support.scripts import (
+    Block,
+    Net,
+    assert_same_gradients,
+    batch,
+    build,
+    check_script,
+    dense_grads,
+    full_grads,
+    wrap,
+)
+
+
+class Methods(Net):
+    """Uses its own parameters in methods that are no forward."""
+
+    def generate(self, x):
+        for _ in range(2):
+            x = x + self(x).sum()
+        return self.inp(x)
+
+    def encode(self, x):
+        return self.features(x)
+
+
+def methods():
+    dense = build(Methods)
+    for use_orig_params in (False, True):
+        model = wrap(build(Methods), use_orig_params=use_orig_params)
+        with torch.no_grad():
+            torch.testing.assert_close(model.generate(batch(0)), dense.generate(batch(0)))
+        model.register_forward_method("encode")
+        for entry in (model, model.module):
+            torch.testing.assert_close(entry.encode(batch(0)), dense.encode(batch(0)))
+        with pytest.raises(ValueError, match="nonsense"):
+            model.register_forward_method("nonsense")
+        model.zero_grad()
+        model.encode(batch(dist.get_rank())).square().sum().backward()
+        expected = dense_grads(
+            build(Methods), lambda m, r: m.encode(batch(r)).square().sum().backward(), dist.get_world_size()
+        )
+        assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_methods_that_are_no_forward_gather_and_train(world_size):
+    run_ranks(methods, world_size)
+
+
+def divided(strategy):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = [rank_ + 1 for rank_ in range(world_size)]  # unequal numbers of rows
+    total = float(sum(rows))
+    for use_orig_params in (False, True):
+        model = wrap(build(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model.set_gradient_divisor(total)
+        model(batch(rank, rows=rows[rank])).square().sum().backward()
+        dense = build()
+        for other in range(world_size):
+            (dense(batch(other, rows=rows[other])).square().sum() / total).backward()
+        expected = {name: param.grad for name, param in dense.named_parameters()}
+        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+        model.zero_grad()
+        model.set_gradient_divisor(None)
+        model(batch(rank)).square().sum().backward()
+        expected = dense_grads(build(), micro_batches("s"), world_size)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+    with pytest.raises(ValueError, match="positive"):
+        model.set_gradient_divisor(0)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_token_count_as_divisor_gives_the_gradient_of_one_big_batch(world_size, strategy):
+    run_ranks(divided, world_size, ShardingStrategy[strategy])
+
+
+def left_behind():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = wrap(model)
+    wrapped(batch(0)).sum().backward()
+    with pytest.raises(UsageError, match="before wrapping") as caught:
+        optimizer.step()
+    assert caught.value.fqn == "inp.weight"
+    torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_from_before_wrapping_refuses_its_first_step_in_flat_mode():
+    run_ranks(left_behind, 2)
+
+
+def thawed():
+    """Freeze a block at step 1, thaw it at step 2, add it to the optimizer then."""
+    for use_orig_params in (True,):
+        model, dense = wrap(build(), use_orig_params=use_orig_params), build()
+        pairs = []
+        for net in (model, dense):
+            body = [p for n, p in net.named_parameters() if not n.startswith("blocks.1")]
+            pairs.append((net, torch.optim.SGD(body, lr=0.1)))
+        for step in range(4):
+            for net, optimizer in pairs:
+                block = [p for n, p in net.named_parameters() if n.startswith("blocks.1")]
+                for param in block:
+                    param.requires_grad_(step >= 2)
+                if step == 2:
+                    optimizer.add_param_group({"params": block})
+                optimizer.zero_grad()
+                if net is dense:
+                    world = dist.get_world_size()
+                    for rank in range(world):
+                        (net(batch(rank, step)).square().mean() / world).backward()
+                else:
+                    net(batch(dist.get_rank(), step)).square().mean().backward()
+                optimizer.step()
+        state = model.state_dict()
+        for name, value in dense.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_freezing_and_thawing_in_mid_run(world_size):
+    run_ranks(thawed, world_size)
+
+
+def inference():
+    model = wrap(build(), use_orig_params=True)
+    dense = build()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch(0)), dense(batch(0)))
+        model(batch(0))
+    for param in model.parameters():
+        param.data = param.data * 1.0
+    with torch.inference_mode():
+        model(batch(0))
+    model(batch(dist.get_rank())).square().sum().backward()
+    expected = dense_grads(build(), micro_batches("s"), dist.get_world_size())
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+
+
+def test_inference_mode_leaves_nothing_behind():
+    run_ranks(inference, 2)
+
+
+def two_models():
+    def script(pair, rank):
+        left, right = pair["l"], pair["r"]
+        (left(batch(rank)) * right(batch(rank, 1))).sum().backward()
+
+    left, right = build(), build(seed=1)
+    expected = dense_grads(nn.ModuleDict({"l": left, "r": right}), script, dist.get_world_size())
+    for use_orig_params in (False, True):
+        pair = nn.ModuleDict(
+            {
+                "l": wrap(build(), use_orig_params=use_orig_params),
+                "r": wrap(build(seed=1), use_orig_params=use_orig_params),
+            }
+        )
+        script(pair, dist.get_rank())
+        for key in pair:
+            wanted = {n.removeprefix(f"{key}."): g for n, g in expected.items() if n.startswith(f"{key}.")}
+            assert_same_gradients(wanted, full_grads(pair[key]), none_is_zero=False)
+
+
+def test_two_wrapped_models_in_one_loss():
+    run_ranks(two_models, 2)
+
+
+def threaded():
+    def script(model, rank):
+        loss = model(batch(rank)).square().sum()
+        worker = threading.Thread(target=loss.backward)
+        worker.start()
+        worker.join()
+
+    check_script(script)
+
+
+def test_a_backward_under_another_thread():
+    run_ranks(threaded, 2)
+
+
+def gan():
+    """Generator step with the discriminator frozen, then the discriminator's step."""
+    critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    wrapped_critic = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), use_orig_params=True)
+    wrapped_critic.load_state_dict(critic.state_dict())
+    dist.barrier()
+    broadcast = [p.data for p in critic.parameters()]
+    for tensor in broadcast:
+        dist.broadcast(tensor, 0)
+    wrapped_critic.load_state_dict(critic.state_dict())
+
+    def script(generator, rank, judge):
+        for param in judge.parameters():
+            param.requires_grad_(False)
+        judge(generator(batch(rank))).sum().backward()
+        for param in judge.parameters():
+            assert param.grad is None
+            param.requires_grad_(True)
+        judge(generator(batch(rank, 1)).detach()).square().sum().backward()
+
+    import copy
+
+    judges = []
+
+    def dense_script(model, rank):
+        judge = copy.deepcopy(critic)
+        judges.append(judge)
+        script(model, rank, judge)
+
+    expected = dense_grads(build(), dense_script, dist.get_world_size())
+    model = wrap(build(), use_orig_params=True)
+    script(model, dist.get_rank(), wrapped_critic)
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+    got = full_grads(wrapped_critic)
+    for name in got:
+        want = sum(judge.get_parameter(name).grad for judge in judges) / len(judges)
+        torch.testing.assert_close(got[name], want, rtol=2e-5, atol=1e-6)
+
+
+def test_a_generator_step_through_a_frozen_discriminator():
+    run_ranks(gan, 2)
+
+
+class Spanning(Net):
+    def __init__(self, reentrant, span):
+        super().__init__()
+        self.reentrant, self.span = reentrant, span
+
+    def forward(self, x):
+        x = self.inp(x)
+        blocks = list(self.blocks)
+        while blocks:
+            now, blocks = blocks[: self.span], blocks[self.span :]
+            x = checkpoint(nn.Sequential(*now), x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+def counted(reentrant, span, strategy):
+    model = wrap(build(lambda: Spanning(reentrant, span)), sharding_strategy=strategy)
+    events = record(model)
+    model(batch(0)).sum().backward()
+    events.clear()
+    model(batch(0)).sum().backward()
+    return [event.unit for event in events if event.op == "all_gather"]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("span", [1, 3])
+def test_recomputation_gathers_no_unit_a_third_time(span, reentrant, strategy):
+    gathered = run_ranks(counted, 2, reentrant, span, ShardingStrategy[strategy])[0]
+    per_unit = 2 if strategy == "FULL_SHARD" else 1
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
+        assert gathered.count(unit) == per_unit, gathered
+
+
+def forgotten():
+    model = wrap(build())
+    model(batch(0)).sum().backward()
+    watched = [weakref.ref(model), weakref.ref(model._handle), weakref.ref(model.module)]
+    watched += [weakref.ref(handle.unsharded.flat) for w in FSDP.fsdp_modules(model) for handle in w._handles]
+    del model
+    gc.collect()
+    return [reference() is None for reference in watched]
+
+
+def test_deleting_the_model_frees_everything():
+    for alive in run_ranks(forgotten, 2):
+        assert all(alive)
+
+
