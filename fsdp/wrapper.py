@@ -773,6 +773,14 @@ class FullyShardedDataParallel(nn.Module):
         units = [root.units[index] for index in root.order.last_forward or root.order.forward]
         return [handle.flat_param for unit in units for handle in unit.handles]
 
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raise unless the wrapper is in one of the given states; tests of the reference call this."""
+        wanted = state if isinstance(state, list) else [state]
+        if self.training_state not in wanted:
+            raise TrainingStateError(
+                f"expected to be in states {wanted} but current state is {self.training_state}."
+            )
+
     def _check_is_outermost(self, method: str) -> None:
         if not self.check_is_root():
             raise UsageError(
