@@ -21,7 +21,7 @@ from .config import (
 )
 from .errors import FsdpError, FsdpWarning
 from .flat.parameter import FlatParameter
-from .state.names import clean_tensor_name
+from .names import clean_tensor_name
 from .wrapper import FullyShardedDataParallel
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,18 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Work
+
+T = TypeVar("T")
+
+
+def never_compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep torch.compile from tracing ``function``: it breaks the graph there and calls it as it is.
+
+    Why: hooks that gather and free are no computation.  ``torch.compiler.disable`` is public but imports the whole
+    compiler when it decorates; this is the mark it leaves.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

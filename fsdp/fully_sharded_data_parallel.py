@@ -4,7 +4,7 @@ from .api import *  # noqa: F403 re-export
 from .api import __all__ as _api_names
 from .config import OptimStateKeyType
 from .flat.parameter import FlatParameter
-from .state.names import clean_tensor_name
+from .names import clean_tensor_name
 from .wrapper import FullyShardedDataParallel
 
 __all__ = [  # noqa: PLE0604 the names of api.py and these

@@ -47,12 +47,18 @@ from .init.build import (
     plan_overrides,
 )
 from .init.ignored import resolve_ignored
+from .names import (
+    COMPILED_MODULE,
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
+    clean_tensor_name,
+    flat_param_name,
+)
 from .optim.clip import clip_units
 from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.model import StateHooks, check_loadable
-from .state.names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, flat_param_name
 from .state.optim import full_optim_state, optim_state_to_load
 from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
@@ -472,6 +478,11 @@ class FullyShardedDataParallel(nn.Module):
         )
         for hook in self._state_dict_hooks.values():
             saved = hook(self, saved, prefix, {}) or saved
+        for key in [key for key in saved if f".{COMPILED_MODULE}." in f".{key}"]:
+            # Renamed in place, in the order of the walk.
+            for later in list(saved)[list(saved).index(key) :]:
+                saved[later.replace(f"{COMPILED_MODULE}.", "")] = saved.pop(later)
+            break
         return saved
 
     @staticmethod
@@ -564,7 +575,7 @@ class FullyShardedDataParallel(nn.Module):
         units = _units_in(self)
         own = self._unit.name
         check_loadable(units, _Renamed(state_dict, own), "")
-        with_metadata = OrderedDict(state_dict)
+        with_metadata = OrderedDict(_under_actual_names(self, state_dict))
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
             with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]
@@ -939,6 +950,22 @@ def _axes_for(strategy: ShardingStrategy, arguments: BuildArguments) -> Axes:
 def _clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = dict.fromkeys(clean_tensor_name(key) for key in keys)
+
+
+def _under_actual_names(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state_dict`` under the names that compiled submodules have in the tree."""
+    prefixes = {
+        clean_tensor_name(name): name.replace(FSDP_PREFIX, "")
+        for name, _ in wrapper.named_modules()
+        if f".{COMPILED_MODULE}." in f".{name}."
+    }
+    if not prefixes:
+        return state_dict
+    return {
+        f"{prefixes[owner]}.{name}" if (owner := key.rpartition(".")[0]) in prefixes else key: value
+        for key, value in state_dict.items()
+        for name in [key.rpartition(".")[2]]
+    }
 
 
 def _metadata_for(wrapper: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:

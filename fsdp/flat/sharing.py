@@ -13,13 +13,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .. import _torch
+from ..names import join_names
 
-__all__ = ["ManagedParam", "Site", "assign_owners", "join_names"]
-
-
-def join_names(prefix: str, name: str) -> str:
-    """Dotted concatenation that leaves out empty parts."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+__all__ = ["ManagedParam", "Site", "assign_owners"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

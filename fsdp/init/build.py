@@ -20,7 +20,8 @@ from ..comm.topology import Axes
 from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
 from ..flat.handle import FlatParamHandle
-from ..flat.sharing import ManagedParam, assign_owners, join_names
+from ..flat.sharing import ManagedParam, assign_owners
+from ..names import join_names
 from ..runtime.unit import Unit, UnitConfig
 from ..wrap import select_units
 from .ignored import Ignored

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import ConfigError, describe, name_some
-from ..flat.sharing import join_names
+from ..names import join_names
 
 __all__ = ["materialize_unit"]
 

@@ -11,7 +11,7 @@ import torch
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
 from ..errors import TrainingStateError, describe
-from ..flat.sharing import join_names
+from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool

@@ -213,6 +213,7 @@ class Unit:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @_torch.never_compiled
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -244,6 +245,7 @@ class Unit:
             for handle in self.handles:
                 handle.expose_leaves()
 
+    @_torch.never_compiled
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         root = self.root
         if not root.stack or root.stack[-1] is not self:

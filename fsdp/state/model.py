@@ -22,10 +22,10 @@ from .. import _torch
 from ..config import FullStateDictConfig, StateDictSettings, StateDictType
 from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
+from ..names import flat_param_name
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
 from ..runtime.unit import Unit
-from .names import flat_param_name
 from .sharded import local_part, local_shard_tensor, row_shards, whole_tensor
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from .. import _torch
 from ..errors import CheckpointError, UsageError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
+from ..names import clean_tensor_name
 from ..runtime.full_params import gather_flat
 from ..runtime.unit import Unit
-from .names import clean_tensor_name
 
 __all__ = ["full_optim_state", "optim_state_to_load"]
 

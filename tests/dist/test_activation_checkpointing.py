@@ -1,4 +1,7 @@
-"""Activation checkpointing in every nesting: equal gradients, two gathers a unit under FULL_SHARD, one under SHARD_GRAD_OP."""
+"""Activation checkpointing in every nesting: equal gradients, and no gather more than without it.
+
+That is two gathers a unit and step under FULL_SHARD and one under SHARD_GRAD_OP.
+"""
 
 from __future__ import annotations
 

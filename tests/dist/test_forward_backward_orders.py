@@ -128,48 +128,43 @@ def test_every_order_at_other_world_sizes(world_size):
     run_ranks(run_model, world_size, "gpt_tied", "FULL_SHARD")
 
 
+def noise(step, rank):
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 3, generator=rng), torch.randn(4, 5, generator=rng)
+
+
+def train_gan(generator, discriminator, ranks):
+    """In turns: the discriminator on samples made without grad, then the generator with the other side frozen."""
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in (generator, discriminator)]
+    for step in range(3):
+        optimizers[1].zero_grad()
+        for rank in ranks:
+            z, real = noise(step, rank)
+            with torch.no_grad():
+                fake = generator(z)
+            loss = discriminator(fake).mean() - discriminator(real).mean()
+            (loss / len(ranks)).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator.requires_grad_(False)
+        for rank in ranks:
+            loss = -discriminator(generator(noise(step, rank)[0])).mean()
+            (loss / len(ranks)).backward()
+        discriminator.requires_grad_(True)
+        optimizers[0].step()
+
+
 def adversaries(orig, strategy):
-    """Generator and discriminator wrapped apart, trained in turns with one side frozen, as GANs are."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pairs = []
-    for wrapped in (False, True):
-        pair = build_gan_pair()
-        if wrapped:
-            settings = {
-                "use_orig_params": orig,
-                "sharding_strategy": ShardingStrategy[strategy],
-                "auto_wrap_policy": {nn.Linear},
-            }
-            pair = tuple(FSDP(part, **settings) for part in pair)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in pair]
-        pairs.append((pair, optimizers))
-
-    def noise(step, who):
-        rng = torch.Generator().manual_seed(100 * step + who)
-        return torch.randn(4, 3, generator=rng), torch.randn(4, 5, generator=rng)
-
-    for (generator, discriminator), (g_optimizer, d_optimizer) in pairs:
-        wrapped = isinstance(generator, FSDP)
-        everyone = [rank] if wrapped else range(world_size)
-        for step in range(3):
-            d_optimizer.zero_grad()
-            for who in everyone:
-                z, real = noise(step, who)
-                with torch.no_grad():
-                    fake = generator(z)
-                loss = discriminator(fake).mean() - discriminator(real).mean()
-                (loss / len(everyone)).backward()
-            d_optimizer.step()
-            g_optimizer.zero_grad()
-            for param in discriminator.parameters():
-                param.requires_grad_(False)
-            for who in everyone:
-                z, _ = noise(step, who)
-                (-discriminator(generator(z)).mean() / len(everyone)).backward()
-            for param in discriminator.parameters():
-                param.requires_grad_(True)
-            g_optimizer.step()
-    for plain, model in zip(pairs[0][0], pairs[1][0], strict=True):
+    settings = {
+        "use_orig_params": orig,
+        "sharding_strategy": ShardingStrategy[strategy],
+        "auto_wrap_policy": {nn.Linear},
+    }
+    pair = [FSDP(part, **settings) for part in build_gan_pair()]
+    train_gan(*pair, [dist.get_rank()])
+    dense = build_gan_pair()
+    train_gan(*dense, range(dist.get_world_size()))
+    for plain, model in zip(dense, pair, strict=True):
         assert_close(dict(plain.state_dict()), dict(model.state_dict()), SUMS)
 
 

@@ -56,7 +56,9 @@ def methods():
         model.zero_grad()
         model.encode(batch(dist.get_rank())).square().sum().backward()
         expected = dense_grads(
-            build(Methods), lambda m, r: m.encode(batch(r)).square().sum().backward(), dist.get_world_size()
+            build(Methods),
+            lambda m, r: m.encode(batch(r)).square().sum().backward(),
+            dist.get_world_size(),
         )
         assert_same_gradients(expected, full_grads(model), none_is_zero=True)
 
@@ -177,7 +179,9 @@ def two_models():
         )
         script(pair, dist.get_rank())
         for key in pair:
-            wanted = {n.removeprefix(f"{key}."): g for n, g in expected.items() if n.startswith(f"{key}.")}
+            wanted = {
+                n.removeprefix(f"{key}."): g for n, g in expected.items() if n.startswith(f"{key}.")
+            }
             assert_same_gradients(wanted, full_grads(pair[key]), none_is_zero=False)
 
 
@@ -202,7 +206,9 @@ def test_a_backward_under_another_thread():
 def gan():
     """Generator step with the discriminator frozen, then the discriminator's step."""
     critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    wrapped_critic = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), use_orig_params=True)
+    wrapped_critic = FSDP(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), use_orig_params=True
+    )
     wrapped_critic.load_state_dict(critic.state_dict())
     dist.barrier()
     broadcast = [p.data for p in critic.parameters()]
@@ -279,7 +285,11 @@ def forgotten():
     model = wrap(build())
     model(batch(0)).sum().backward()
     watched = [weakref.ref(model), weakref.ref(model._handle), weakref.ref(model.module)]
-    watched += [weakref.ref(handle.unsharded.flat) for w in FSDP.fsdp_modules(model) for handle in w._handles]
+    watched += [
+        weakref.ref(handle.unsharded.flat)
+        for w in FSDP.fsdp_modules(model)
+        for handle in w._handles
+    ]
     del model
     gc.collect()
     return [reference() is None for reference in watched]
@@ -288,5 +298,3 @@ def forgotten():
 def test_deleting_the_model_frees_everything():
     for alive in run_ranks(forgotten, 2):
         assert all(alive)
-
-

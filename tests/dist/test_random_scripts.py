@@ -5,6 +5,8 @@ Oracle: the dense model, doing the same with the batches of all ranks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +34,6 @@ class Player:
         trainable = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.SGD(trainable, lr=0.05)
         self.results = []
-        self.pending = False
 
     def backward(self, step):
         for rank in self.ranks:
@@ -45,68 +46,68 @@ class Player:
         )
 
     def play(self, action, step):
-        model = self.model
-        wrapped = isinstance(model, FSDP)
-        if action in ("step", "clipped_step"):
+        getattr(self, action)(step)
+
+    def step(self, step, *, clip=False):
+        self.backward(step)
+        if clip:
+            self.results.append(self.clip())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clipped_step(self, step):
+        self.step(step, clip=True)
+
+    def clip(self):
+        if isinstance(self.model, FSDP):
+            return self.model.clip_grad_norm_(0.5)
+        params = [param for param in self.model.parameters() if param.numel()]
+        return nn.utils.clip_grad_norm_(params, 0.5)
+
+    def backward_no_sync(self, step):
+        with self.model.no_sync() if isinstance(self.model, FSDP) else nullcontext():
             self.backward(step)
-            self.pending = False
-            if action == "clipped_step":
-                if wrapped:
-                    norm = model.clip_grad_norm_(0.5)
-                else:
-                    params = [param for param in model.parameters() if param.numel()]
-                    norm = nn.utils.clip_grad_norm_(params, 0.5)
-                self.results.append(norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        elif action == "backward":
-            self.backward(step)
-            self.pending = False
-        elif action == "backward_no_sync":
-            self.pending = True
-            if wrapped:
-                with model.no_sync():
-                    self.backward(step)
-            else:
-                self.backward(step)
-        elif action == "forward_no_grad":
-            with torch.no_grad():
-                self.evaluate(step)
-        elif action == "forward_inference":
-            with torch.inference_mode():
-                self.evaluate(step)
-        elif action == "forward_eval":
-            model.eval()
+
+    def forward_no_grad(self, step):
+        with torch.no_grad():
             self.evaluate(step)
-            model.train()
-        elif action == "inner_forward":
-            block = next(m for m in model.modules() if type(m) in self.item.blocks)
-            if hasattr(block, "up"):
-                with torch.no_grad():
-                    self.results.append(block(torch.ones(2, 7)).clone())
-        elif action == "state_dict":
-            self.results.append(sum(v.float().sum() for v in model.state_dict().values()))
-        elif action == "summon":
-            if wrapped:
-                with FSDP.summon_full_params(model), torch.no_grad():
-                    for param in model.parameters():
-                        if param.requires_grad:
-                            param.mul_(0.99)
-            else:
-                with torch.no_grad():
-                    for param in model.parameters():
-                        if param.requires_grad:
-                            param.mul_(0.99)
-        elif action == "load":
-            model.load_state_dict(self.item.build(seed=step).state_dict())
-        elif action == "zero_grad":
-            self.optimizer.zero_grad()
-            self.pending = False
-        elif action == "scale_in_place":
-            with torch.no_grad():
-                for param in model.parameters():
-                    if param.requires_grad:
-                        param.mul_(1.01)
+
+    def forward_inference(self, step):
+        with torch.inference_mode():
+            self.evaluate(step)
+
+    def forward_eval(self, step):
+        self.model.eval()
+        self.evaluate(step)
+        self.model.train()
+
+    @torch.no_grad()
+    def inner_forward(self, step):
+        block = next(m for m in self.model.modules() if type(m) in self.item.blocks)
+        if hasattr(block, "up"):
+            self.results.append(block(torch.ones(2, 7)).clone())
+
+    def state_dict(self, step):
+        self.results.append(sum(value.float().sum() for value in self.model.state_dict().values()))
+
+    def summon(self, step):
+        with FSDP.summon_full_params(self.model):
+            self.scale(0.99)
+
+    def load(self, step):
+        self.model.load_state_dict(self.item.build(seed=step).state_dict())
+
+    def zero_grad(self, step):
+        self.optimizer.zero_grad()
+
+    def scale_in_place(self, step):
+        self.scale(1.01)
+
+    @torch.no_grad()
+    def scale(self, factor):
+        for param in self.model.parameters():
+            if param.requires_grad:
+                param.mul_(factor)
 
 
 def play(name, script, strategy, orig):

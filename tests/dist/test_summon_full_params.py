@@ -34,7 +34,7 @@ def whole(name, strategy):
                 use_orig_params=orig,
                 sharding_strategy=ShardingStrategy[strategy],
             )
-            before = {key: param for key, param in model.named_parameters()}
+            before = dict(model.named_parameters())
             for _ in range(2):
                 with FSDP.summon_full_params(model):
                     got = dict(model.named_parameters())
@@ -236,9 +236,9 @@ def test_gradients_are_whole_and_written_back(strategy, world_size):
 def refused():
     item = entry("mlp")
     model = wrap_entry(item, item.build())
-    with pytest.raises(NotImplementedError, match="rank0_only") as caught:
-        with FSDP.summon_full_params(model, rank0_only=True, writeback=True):
-            pass
+    context = FSDP.summon_full_params(model, rank0_only=True, writeback=True)
+    with pytest.raises(NotImplementedError, match="rank0_only") as caught, context:
+        pass
     assert isinstance(caught.value, FsdpError)
     # Inside, the other things a user may call answer or are refused; nothing hangs, nothing is left behind.
     with FSDP.summon_full_params(model):

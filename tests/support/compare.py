@@ -39,7 +39,8 @@ def assert_same_names(expected: Mapping[str, object], actual: Mapping[str, objec
     """Equal keys in equal order."""
     missing = [name for name in expected if name not in actual]
     extra = [name for name in actual if name not in expected]
-    assert not missing and not extra, f"missing {missing}, unexpected {extra}"
+    assert not missing, f"missing {missing}, unexpected {extra}"
+    assert not extra, f"unexpected {extra}"
     assert list(actual) == list(expected), f"order is {list(actual)}, expected {list(expected)}"
 
 

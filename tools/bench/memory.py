@@ -28,6 +28,7 @@ PHASES = ("construction", "first step", "step")
 FULL = Shape(12, dim=768, heads=12, batch=1, sequence=128)
 QUICK = Shape(6, dim=512, heads=8, batch=1, sequence=128)
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
+LATER_STEPS = 6  # what grows from step to step shows
 _MIB = 1 << 20
 
 
@@ -60,33 +61,38 @@ def run(arguments: argparse.Namespace) -> Report:
             for phase in PHASES:
                 phases[phase].append(max(rank[phase] for rank in ranks))
     least = minimum(shape, arguments.world)
+    states = 4 * sum(parameter.nbytes for parameter in GPT(shape).parameters())
+    title = f"{shape.blocks} blocks of dim {shape.dim}, W={arguments.world}"
     return Report(
         "memory",
         {"shape": vars(shape), "world_size": arguments.world, "repetitions": repetitions},
         arguments.seed,
-        (table(f"{shape.blocks} blocks of dim {shape.dim}", samples, least, arguments.world),),
+        (table(title, samples, least, states, arguments.world),),
         {**samples, "minimum": least},
         failures,
         notes=(
             "MiB of the larger rank above the process before the model, median [quartiles] of repetitions.",
             "construction: unwrapped model, wrapping, optimizer object; first step: AdamW's moments included.",
-            "above states: peak of a step less parameters, gradients and two moments (all / W where sharded).",
-            f"minimum: these states, 2 units unsharded, 1 unit of gradients, saved activations: "
-            f"{sum(least.values()) / _MIB:.0f} MiB.",
+            "above states: peak less parameters, gradients and two moments (all / W where sharded).",
+            "minimum: " + ", ".join(f"{part} {size / _MIB:.0f}" for part, size in least.items()),
         ),
     )
 
 
 def minimum(shape: Shape, world_size: int) -> dict[str, int]:
-    """The parts of the analytic minimum of a sharded step, in bytes."""
+    """The parts of the analytic minimum of a sharded step's peak, in bytes.
+
+    While the backward goes on, activations are freed as gradient shards appear: the larger of both counts, not the sum.
+    """
     model = GPT(shape)
     total = sum(parameter.nbytes for parameter in model.parameters())
     unit = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    activations = saved_bytes(model, shape.tokens(0))
     return {
-        "states": 4 * total // world_size,
-        "unsharded": 2 * unit,
-        "gradient": unit,
-        "activations": saved_bytes(model, shape.tokens(0)),
+        "parameters and moments": 3 * total // world_size,
+        "gradients or activations": max(total // world_size, activations),
+        "two units unsharded": 2 * unit,
+        "gradients of a unit": unit,
     }
 
 
@@ -137,7 +143,7 @@ def measure(*, name: str, shape: Mapping[str, int], seed: int) -> dict[str, int]
     runner, construction = peak(construct)
     gc.collect()
     _, first = peak(step)
-    later = max(peak(step)[1] for _ in range(2))
+    later = max(peak(step)[1] for _ in range(LATER_STEPS))
     return dict(zip(PHASES, (construction, first, later), strict=True))
 
 
@@ -153,19 +159,20 @@ def table(
     title: str,
     samples: Mapping[str, Mapping[str, list[int]]],
     least: Mapping[str, int],
+    states: int,
     world_size: int,
 ) -> Table:
     """MiB per phase, the peak of a step above the states, and its ratio to the minimum."""
     rows = []
     for name, phases in samples.items():
         sharded = name not in ("plain", "ddp")
-        states = least["states"] * (1 if sharded else world_size)
         peak = summarize(phases["step"]).median
+        above = peak - states // (world_size if sharded else 1)
         rows.append(
             (
                 name,
                 *(summarize(phases[phase]).scaled(1 / _MIB).text(0) for phase in PHASES),
-                f"{(peak - states) / _MIB:.0f}",
+                f"{above / _MIB:.0f}",
                 f"{peak / sum(least.values()):.2f}",
             )
         )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 __all__ = [
+    "COMPILED_MODULE",
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "clean_tensor_name",
     "flat_param_name",
+    "join_names",
 ]
 
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 FLAT_PARAM = "flat_param"
+COMPILED_MODULE = "_orig_mod"
 
-_ADDED = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", "_orig_mod"})
+_ADDED = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", COMPILED_MODULE})
 
 
 def clean_tensor_name(name: str) -> str:
@@ -27,6 +30,13 @@ def clean_tensor_name(name: str) -> str:
         'blocks.0.attn.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _ADDED)
+
+
+def join_names(prefix: str, name: str) -> str:
+    """Dotted concatenation that leaves out empty parts, and ``name`` if a wrapper added it.  Collective: none."""
+    if not name or name in _ADDED:
+        return prefix
+    return f"{prefix}.{name}" if prefix else name
 
 
 def flat_param_name(index: int) -> str:
