@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroup, Work
+    from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 T = TypeVar("T")
 
@@ -250,3 +250,16 @@ def found_inf_of(
         "found_inf_per_device"
     ]
     return state
+
+
+def store_of(group: ProcessGroup) -> Store | None:
+    """The key-value store of ``group`` under a prefix of ours; None where the backend has none (fake groups).
+
+    Why: ranks meet there before a collective call, out of band.
+    """
+    try:
+        store = dist.PrefixStore("fsdp-entry", group.get_group_store())
+        store.set("probe", "")
+    except RuntimeError:
+        return None
+    return store

@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import Collectives
+from ..comm.entry import gate_of
 from ..comm.process_group import collectives_for
 from ..comm.topology import Axes
 from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -136,7 +137,8 @@ def _build_unit(
         for group in _group(params)
     ]
     modules = [owner for _, owner in members]
-    return Unit(module, handles, arguments.unit_config(), shard, replicate, modules)
+    gate = gate_of(arguments.axes.whole)
+    return Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
 
 
 def _group(params: Iterable[ManagedParam]) -> list[list[ManagedParam]]:

@@ -206,6 +206,8 @@ def summon_units(
         )
     for unit in units:
         unit.root.check_idle("summon_full_params")
+    if units and not units[0].summoned:
+        units[0].gate.enter("summon_full_params")
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(

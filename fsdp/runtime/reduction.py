@@ -19,6 +19,7 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import DONE, Reduce, Work
+from ..comm.entry import naming_failures
 from ..errors import UsageError, describe
 from ..flat.handle import FlatParamHandle
 from .buffers import GradBuffer
@@ -166,7 +167,8 @@ class Reduction:
 
     def wait(self) -> None:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
-        self._work.wait()
+        with naming_failures(f"reducing the gradients of unit {self._unit.name or '<root>'!r}"):
+            self._work.wait()
         pool = self._unit.root.pool
         for part in self._parts:
             if part.pooled:

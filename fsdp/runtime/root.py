@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -38,6 +38,7 @@ class Root:
         stack: Units whose forward is running, outermost first.
         backward_running: Whether a backward has reached one of the units and not ended yet.
         started: Whether any forward has run.
+        open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
     """
 
@@ -50,6 +51,7 @@ class Root:
         self.backward_running = False
         self.started = False
         self.entered_with_grad = False
+        self.open_saves: list[Callable[[], None]] = []
         self._in_flight: deque[Reduction] = deque()
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.root = self
@@ -99,6 +101,8 @@ class Root:
             return
         if self.backward_running:
             self.reset()
+        for close in reversed(self.open_saves):
+            close()  # a state_dict() failed half way
         self.entered_with_grad = torch.is_grad_enabled()
         for unit in self.units:
             unit.reshard()

@@ -14,6 +14,7 @@ from torch import nn
 from .. import _torch
 from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
+from ..comm.entry import EntryGate, naming_failures
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..errors import TrainingStateError, describe
 from ..flat.handle import FlatParamHandle
@@ -78,6 +79,7 @@ class Unit:
         handles: One a (dtype, requires_grad) among the parameters; may be empty.
         shard: Collectives of the ranks that share the flat parameters.
         replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
+        gate: Where ranks meet before a collective call.
         name: FQN of the module in the unwrapped model, ``""`` for the root.
         root: The runtime this unit belongs to; set by :class:`Root`.
         index: Place in ``root.units``.
@@ -96,9 +98,11 @@ class Unit:
         shard: Collectives,
         replicate: Collectives,
         modules: Sequence[nn.Module],
+        gate: EntryGate,
     ) -> None:
         self.module = module
         self.modules = tuple(modules)
+        self.gate = gate
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.handles = tuple(handles)
         self.config = config
@@ -150,7 +154,8 @@ class Unit:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
         if self.residency is Residency.GATHERING:
             if self._work is not None:
-                self._work.wait()
+                with naming_failures(f"gathering the parameters of unit {self.name or '<root>'!r}"):
+                    self._work.wait()
                 self._work = None
             self.residency = Residency.UNSHARDED
 

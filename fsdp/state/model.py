@@ -79,8 +79,9 @@ class StateHooks:
         return wanted if self._unit.shard.size > 1 else StateDictType.FULL_STATE_DICT
 
     def close(self) -> None:
-        """End a save that failed half way."""
+        """The unit is saved: let its whole parameters go."""
         self._depth = 0
+        self._unit.root.open_saves.remove(self.close)
         self._rows = {}
         self._summon.close()
 
@@ -90,7 +91,16 @@ class StateHooks:
         self._depth += 1
         if self._depth > 1:
             return
-        self._unit.root.check_idle("state_dict")
+        wanted = self._type
+        root = self._unit.root
+        root.check_idle("state_dict")
+        if (
+            not root.saving
+            and not self._unit.summoned
+            and wanted is not StateDictType.LOCAL_STATE_DICT
+        ):
+            self._unit.gate.enter("state_dict")
+        root.open_saves.append(self.close)
         if self._type is StateDictType.FULL_STATE_DICT:
             self._summon.enter_context(
                 summon_unit(

@@ -100,6 +100,8 @@ def full_optim_state(
         UsageError: If the optimizer holds parameters that are not the model's.
         CheckpointError: If a state tensor has neither its parameter's shape nor one element.
     """
+    if units:
+        units[0].gate.enter("optim_state_dict")
     held = _held_params(model, units)
     ids, groups = _by_id(optimizer, state_dict)
     _check_known(optimizer, held)

@@ -14,8 +14,6 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm.recording import Event, Recording
 from fsdp.errors import (
-    FsdpError,
-    FsdpWarning,
     ShardedParameterError,
     TrainingStateError,
     UsageError,
@@ -99,7 +97,7 @@ def clipping(strategy, norm_type):
         wanted = {name: param.grad for name, param in dense.named_parameters()}
         assert_same_gradients(wanted, full_grads(model), none_is_zero=True)
         dense = reference
-        for name, param in copy.deepcopy(build()).named_parameters():
+        for name, _ in copy.deepcopy(build()).named_parameters():
             dense.get_parameter(name).grad = dense_grads(
                 build(), micro_batches("s"), dist.get_world_size()
             )[name]
@@ -130,9 +128,8 @@ def summon():
                 model.module.inp.weight.fill_(3.0)
         assert [name for name, _ in model.named_parameters()] == before
         assert (model.state_dict()["inp.weight"] == 3.0).all()
-        with FSDP.summon_full_params(model, writeback=False):
-            with torch.no_grad():
-                model.module.inp.weight.fill_(5.0)
+        with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+            model.module.inp.weight.fill_(5.0)
         kept = 5.0 if world_size == 1 else 3.0
         assert (model.state_dict()["inp.weight"] == kept).all()
         with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
@@ -141,11 +138,10 @@ def summon():
         with FSDP.summon_full_params(model, recurse=False):
             assert model.module.inp.weight.shape == (7, 5)
             if not use_orig_params and world_size > 1:
-                with pytest.raises(ShardedParameterError, match="blocks.1.up.weight"):
+                with pytest.raises(ShardedParameterError, match=r"blocks\.1\.up\.weight"):
                     model.module.blocks[1].module.up.weight.sum()
-        with pytest.raises(NotImplementedError):
-            with FSDP.summon_full_params(model, rank0_only=True):
-                pass
+        with pytest.raises(NotImplementedError), FSDP.summon_full_params(model, rank0_only=True):
+            pass
         with FSDP.summon_full_params(model), pytest.raises(TrainingStateError):
             model(batch(rank))
         model(batch(rank)).sum().backward()
@@ -231,7 +227,7 @@ def states():
         partial = dict(reference)
         del partial["blocks.1.up.weight"]
         partial["nonsense"] = torch.zeros(1)
-        with pytest.raises(RuntimeError, match="blocks.1.up.weight") as caught:
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight") as caught:
             model.load_state_dict(partial)
         assert "_fsdp" not in str(caught.value)
         result = model.load_state_dict(partial, strict=False)
@@ -436,8 +432,8 @@ def test_parameters_gathered_without_grad_are_never_used_again():
 def gathers():
     model = wrap(build())
     counts = []
+    events = record(model)
     for _ in range(3):
-        events = record(model) if not counts else events
         events.clear()
         model(batch(dist.get_rank())).sum().backward()
         counts.append([(event.op, event.unit) for event in events])

@@ -26,9 +26,9 @@ __all__ = ["add_arguments", "measure", "minimum", "read_status", "run", "saved_b
 
 PHASES = ("construction", "first step", "step")
 FULL = Shape(12, dim=768, heads=12, batch=1, sequence=128)
-QUICK = Shape(6, dim=512, heads=8, batch=1, sequence=128)
+QUICK = Shape(4, dim=512, heads=8, batch=1, sequence=128)
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
-LATER_STEPS = 6  # what grows from step to step shows
+LATER_STEPS = 4  # what grows from step to step shows
 _MIB = 1 << 20
 
 

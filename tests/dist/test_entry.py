@@ -1,0 +1,108 @@
+"""A collective call that some ranks do not make is an error naming them within FSDP_ENTRY_TIMEOUT, not a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.errors import ShardMismatchError
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.scripts import batch, build, wrap
+
+
+def only_rank_zero(call):
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    model = wrap(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = {
+        "state_dict": model.state_dict,
+        "inner": model.module.blocks.state_dict,
+        "summon_full_params": lambda: FSDP.summon_full_params(model).__enter__(),
+        "optim_state_dict": lambda: FSDP.optim_state_dict(model, optimizer),
+    }
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(ShardMismatchError, match=r"ranks \[1, 2\] did not") as caught:
+            calls[call]()
+        assert time.monotonic() - start < 10
+        assert caught.value.ranks == (1, 2)
+        assert (call if call != "inner" else "state_dict") in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["state_dict", "inner", "summon_full_params", "optim_state_dict"])
+def test_a_call_on_rank_zero_only_names_the_call_and_the_missing_ranks(call):
+    run_ranks(only_rank_zero, 3, call)
+
+
+def different():
+    model = wrap(build())
+    calls = [model.state_dict, FSDP.summon_full_params(model).__enter__]
+    with pytest.raises(ShardMismatchError, match="entered"):
+        calls[dist.get_rank()]()
+
+
+def test_different_calls_on_different_ranks_are_named():
+    run_ranks(different, 2)
+
+
+def repeated():
+    first, second = wrap(build()), wrap(build(seed=1))
+    for _ in range(5):
+        for model in (first, second):
+            model.state_dict()
+            with FSDP.summon_full_params(model):
+                model.state_dict()
+    first(batch(0)).sum().backward()
+
+
+def test_gates_of_several_models_over_one_group_stay_in_step():
+    run_ranks(repeated, 3)
+
+
+def dies():
+    model = wrap(build())
+    model(batch(0)).sum().backward()
+    if dist.get_rank() == 1:
+        raise KeyError("on purpose")
+    for _ in range(3):
+        model(batch(0)).sum().backward()
+
+
+def test_a_rank_that_stops_gives_the_others_an_error_naming_the_unit():
+    first, second = run_ranks_outcomes(dies, 2)
+    assert second.error_type == "KeyError"
+    assert first.error_type == "ShardMismatchError"
+    assert "unit" in first.message
+
+
+class Unsavable(torch.nn.Linear):
+    """Fails while it is saved, once."""
+
+    fail = True
+
+    def get_extra_state(self):
+        if self.fail:
+            raise KeyError("on purpose")
+        return {}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def saved_again():
+    model = FSDP(torch.nn.Sequential(torch.nn.Linear(5, 5), Unsavable(5, 3)))
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            model.module.state_dict()
+        model(batch(0)).sum().backward()
+    model.module[1].fail = False
+    assert model.state_dict()["1.weight"].shape == (3, 5)
+
+
+def test_a_state_dict_that_fails_half_way_leaves_the_model_usable():
+    run_ranks(saved_again, 2)
