@@ -95,7 +95,7 @@ class StateHooks:
         root = self._unit.root
         root.check_idle("state_dict")
         if (
-            not root.saving
+            not root.open_saves
             and not self._unit.summoned
             and wanted is not StateDictType.LOCAL_STATE_DICT
         ):
