@@ -234,6 +234,26 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_pre_hooks.values())
 
 
+def remove_hooks_of(module: nn.Module, owner: object) -> None:
+    """Take every hook off ``module`` that is a method of ``owner``, bare or in a ``functools.partial``.
+
+    Why: a deepcopy of a module copies the hooks on it, ours among them; handles to remove them are not copied.
+    """
+    for table in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_pre_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ):
+        for key, hook in list(table.items()):
+            function = getattr(hook, "hook", hook)  # torch wraps some hooks
+            function = getattr(function, "func", function)
+            if getattr(function, "__self__", None) is owner:
+                del table[key]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How many in-place writes ``tensor`` has seen.  Why: a user's ``zero_grad`` shows by it."""
     return tensor._version

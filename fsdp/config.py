@@ -105,31 +105,71 @@ class _ShortRepr:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _check_float_dtype(owner: str, name: str, value: Any) -> None:
+def _check_float_dtype(owner: object, name: str) -> None:
+    value = getattr(owner, name)
+    where = f"{type(owner).__name__}.{name}"
     if value is None:
         return
     if not isinstance(value, torch.dtype):
         raise ConfigTypeError(
-            f"{owner}.{name} is a {type(value).__name__}: expected a torch.dtype or None."
+            f"{where} is {value!r}, a {type(value).__name__}: expected a torch.dtype such as "
+            "torch.bfloat16, or None."
         )
     if not value.is_floating_point:
-        raise ConfigError(f"{owner}.{name} is {value}: expected a floating-point dtype.")
+        raise ConfigError(f"{where} is {value}: expected a floating-point dtype.")
+
+
+def _check_flags(owner: object, *names: str) -> None:
+    """Refuse what is not a truth value: the string ``"False"`` would count as true."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, bool | int) or value not in (0, 1):
+            raise ConfigTypeError(
+                f"{type(owner).__name__}.{name} is {value!r}, a {type(value).__name__}: "
+                "expected True or False."
+            )
+
+
+def _module_classes(owner: object, name: str) -> tuple[type[nn.Module], ...]:
+    given = getattr(owner, name)
+    classes = () if given is None else (given,) if isinstance(given, type) else tuple(given)
+    for item in classes:
+        if not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ConfigTypeError(
+                f"{type(owner).__name__}.{name} holds {item!r}: expected classes of modules."
+            )
+    return classes
 
 
 @dataclass(frozen=True, repr=False)
 class MixedPrecision(_ShortRepr):
     """Dtypes of computation, reduction and buffers; None leaves the dtype as it is.
 
-    Shards, and so the optimizer's state and checkpoints, keep the dtype the model was built with.
+    Shards, and so the optimizer's state and checkpoints, keep the dtype the model was built with.  Only
+    floating-point tensors are ever cast.
 
     Attributes:
-        param_dtype: Dtype of gathered parameters, of computation, and of the outermost unit's floating inputs.
-        reduce_dtype: Dtype in which gradients are accumulated and reduced; ``param_dtype`` if None.
-        buffer_dtype: Dtype floating buffers are cast to before the first forward; saved in their own dtype.
-        keep_low_precision_grads: Leave ``.grad`` in ``param_dtype`` instead of the shard's dtype.
-        cast_forward_inputs: Cast the floating inputs of every unit, not only of the outermost.
+        param_dtype: Dtype of gathered parameters, of computation, and of the outermost unit's floating inputs.  Half
+            the width halves the bytes of every gather, and costs a cast of the shard before it.
+        reduce_dtype: Dtype in which gradients are accumulated and reduced; ``param_dtype`` if None.  A wider one
+            costs bytes on the wire and keeps sums over many ranks exact.
+        buffer_dtype: Dtype floating buffers are cast to before the first forward; saved in their own dtype.  Not
+            implied by ``param_dtype``.
+        keep_low_precision_grads: Leave ``.grad`` in ``param_dtype`` instead of the shard's dtype: half the memory of
+            gradients, for optimizers that cast for themselves.
+        cast_forward_inputs: Cast the floating inputs of every unit, not only of the outermost: for units whose
+            ``param_dtype`` differs from that of the unit before them.
         cast_root_forward_inputs: Cast the floating inputs of the outermost unit.
-        _module_classes_to_ignore: Modules of these classes become units that are not cast.
+        _module_classes_to_ignore: Modules of these classes become units that are not cast (with an
+            ``auto_wrap_policy``; batch norms by default, whose statistics need full precision).
+
+    Raises:
+        ConfigTypeError: If a dtype is no ``torch.dtype``, a flag no truth value, or a class no module class.
+        ConfigError: If a dtype is not floating-point.
+
+    Example:
+        >>> MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     """
 
     param_dtype: torch.dtype | None = None
@@ -142,8 +182,12 @@ class MixedPrecision(_ShortRepr):
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            _check_float_dtype("MixedPrecision", name, getattr(self, name))
-        object.__setattr__(self, "_module_classes_to_ignore", tuple(self._module_classes_to_ignore))
+            _check_float_dtype(self, name)
+        _check_flags(
+            self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
+        )
+        classes = _module_classes(self, "_module_classes_to_ignore")
+        object.__setattr__(self, "_module_classes_to_ignore", classes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,10 +195,21 @@ class CPUOffload(_ShortRepr):
     """Where shards rest between uses.
 
     Attributes:
-        offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs.
+        offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs.  Frees the
+            device of parameters, gradients and optimizer state; costs a copy to the device before each gather and a
+            copy back of each reduced gradient.
+
+    Raises:
+        ConfigTypeError: If ``offload_params`` is no truth value.
     """
 
     offload_params: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "offload_params")
+
+
+# The configs below are not frozen: accelerate and what is built on it assign to their fields between saves.
 
 
 @dataclass(repr=False)
@@ -162,10 +217,14 @@ class StateDictConfig(_ShortRepr):
     """How ``state_dict()`` delivers.
 
     Attributes:
-        offload_to_cpu: Move each tensor to the CPU as soon as its unit is gathered.
+        offload_to_cpu: Move each tensor to the CPU as soon as its unit is gathered, so that no more than one unit is
+            whole on the device; costs the copies.
     """
 
     offload_to_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags(self, *(item.name for item in fields(self)))
 
 
 @dataclass(repr=False)
@@ -173,7 +232,9 @@ class FullStateDictConfig(StateDictConfig):
     """For ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: Only rank 0 of each unit's group keeps tensors; the others return an empty dict.
+        offload_to_cpu: See :class:`StateDictConfig`.
+        rank0_only: Only rank 0 of each unit's group keeps tensors; the others return an empty dict.  Every rank must
+            still make the call.
     """
 
     rank0_only: bool = False
@@ -181,7 +242,11 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass(repr=False)
 class LocalStateDictConfig(StateDictConfig):
-    """For ``LOCAL_STATE_DICT``."""
+    """For ``LOCAL_STATE_DICT``.
+
+    Attributes:
+        offload_to_cpu: See :class:`StateDictConfig`.
+    """
 
 
 @dataclass(repr=False)
@@ -189,6 +254,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """For ``SHARDED_STATE_DICT``.
 
     Attributes:
+        offload_to_cpu: See :class:`StateDictConfig`.
         _use_dtensor: Accepted for its name; values are always DTensors.
     """
 
@@ -200,10 +266,13 @@ class OptimStateDictConfig(_ShortRepr):
     """How ``optim_state_dict()`` delivers.
 
     Attributes:
-        offload_to_cpu: Move state tensors to the CPU.
+        offload_to_cpu: Move state tensors to the CPU, one parameter at a time.
     """
 
     offload_to_cpu: bool = True
+
+    def __post_init__(self) -> None:
+        _check_flags(self, *(item.name for item in fields(self)))
 
 
 @dataclass(repr=False)
@@ -211,7 +280,9 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """For ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: Only rank 0 of the group keeps state; the others return an empty dict.
+        offload_to_cpu: See :class:`OptimStateDictConfig`.
+        rank0_only: Only rank 0 of the group keeps state; the others return an empty dict.  Every rank must still
+            make the call.
     """
 
     rank0_only: bool = False
@@ -219,7 +290,11 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(repr=False)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For ``LOCAL_STATE_DICT``."""
+    """For ``LOCAL_STATE_DICT``.
+
+    Attributes:
+        offload_to_cpu: See :class:`OptimStateDictConfig`; off by default here.
+    """
 
     offload_to_cpu: bool = False
 
@@ -229,6 +304,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """For ``SHARDED_STATE_DICT``.
 
     Attributes:
+        offload_to_cpu: See :class:`OptimStateDictConfig`.
         _use_dtensor: Accepted for its name; values are always DTensors.
     """
 

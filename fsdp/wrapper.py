@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -189,6 +190,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unit = unit
         self._arguments = arguments
         self._state_hooks = StateHooks(unit, arguments.axes.shard)
+        self._forward_methods: list[str] = []
         if not arguments.use_orig_params:
             for index, handle in enumerate(unit.handles):
                 handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
@@ -266,6 +268,31 @@ class FullyShardedDataParallel(nn.Module):
         """Buffers under the names they have in the unwrapped model.  Collective: none."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_tensor_name(name), buffer
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> FullyShardedDataParallel:
+        """An independent wrapper, sharded in the same way over the same process groups.  Collective: none."""
+        unit = self._unit
+        unit.root.check_idle("copy.deepcopy")
+        unit.reshard()
+        unit.follow_user_changes()
+        outermost = memo.setdefault(_COPYING, self) is self
+        stale = _Stale()
+        memo[id(unit)] = memo[id(self._state_hooks)] = stale
+        for handle in unit.handles:
+            memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
+        module = copy.deepcopy(self._fsdp_wrapped_module, memo)
+        for original in unit.modules:
+            _torch.remove_hooks_of(memo[id(original)], stale)
+        made = memo[id(self)] = _wrap_child(type(self), module, unit.copied(memo), self._arguments)
+        made._exec_order_policy = self._exec_order_policy
+        made._state_hooks.settings = self._state_hooks.settings
+        for name in self._forward_methods:
+            del vars(module)[name]
+            made.register_forward_method(name)
+        if outermost:
+            del memo[_COPYING]
+            _start_root(made)
+        return made
 
     # -- the tree of units -----------------------------------------------------------------------------------------
 
@@ -369,6 +396,7 @@ class FullyShardedDataParallel(nn.Module):
             return unit.run_method(method, args, kwargs)
 
         vars(module)[name] = gathered
+        self._forward_methods.append(name)
 
     def set_gradient_divisor(self, divisor: float | None) -> None:
         """Divide summed gradients by ``divisor`` instead of by the number of ranks, from the next backward on.
@@ -802,6 +830,13 @@ class FullyShardedDataParallel(nn.Module):
                 ),
                 unit=self._unit.name,
             )
+
+
+_COPYING = "fsdp: the outermost wrapper that is being copied"
+
+
+class _Stale:
+    """Stands for a unit while its modules are copied, so that the copies of its hooks can be found and removed."""
 
 
 class _Renamed(Mapping[str, Any]):

@@ -6,6 +6,8 @@ No collectives and no streams in here: ``runtime.unit`` decides when, and ``comm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +53,7 @@ class FlatParamHandle:
         device: torch.device,
         compute_dtype: torch.dtype | None,
         orig_mode: bool,
+        copied_from: FlatParamHandle | None = None,
     ) -> None:
         first = params[0].param
         self.params = tuple(params)
@@ -59,17 +62,23 @@ class FlatParamHandle:
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
-        sources = [_dense(param.param.detach()) for param in params]
-        itemsize = (self._low_precision or first.dtype).itemsize
-        self.layout: FlatLayout = build_layout(
-            tuple(tuple(source.shape) for source in sources),
-            tuple(tuple(source.stride()) for source in sources),
-            world_size,
-            max(1, _ALIGNMENT_BYTES // itemsize),
-        )
-        self.pieces: tuple[Piece, ...] = self.layout.pieces(rank)
+        self.layout: FlatLayout
+        if copied_from is None:
+            sources = [_dense(param.param.detach()) for param in params]
+            itemsize = (self._low_precision or first.dtype).itemsize
+            self.layout = build_layout(
+                tuple(tuple(source.shape) for source in sources),
+                tuple(tuple(source.stride()) for source in sources),
+                world_size,
+                max(1, _ALIGNMENT_BYTES // itemsize),
+            )
+            self.pieces: tuple[Piece, ...] = self.layout.pieces(rank)
+            shard = self._cut_shard(sources, first.dtype, device)
+        else:
+            self.layout, self.pieces = copied_from.layout, copied_from.pieces
+            shard = copied_from.shard.clone()
         self.flat_param: FlatParameter = make_flat_parameter(
-            self._cut_shard(sources, first.dtype, device),
+            shard,
             self.layout,
             self.params,
             requires_grad=first.requires_grad,
@@ -141,6 +150,33 @@ class FlatParamHandle:
         """Show the flat parameter under ``name`` in a module's parameter table, except while the originals are."""
         self._registered_in = (table, name)
         table[name] = self.flat_param
+
+    @property
+    def stand_ins(self) -> list[ShardedStandIn]:
+        """What flat mode shows of each parameter while sharded."""
+        return self._stand_ins
+
+    def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
+        """A handle of the same layout and values over copied modules, which ``memo`` knows from a deepcopy."""
+        params = []
+        for managed in self.params:
+            param = memo.get(id(managed.param))
+            if param is None:
+                param = nn.Parameter(
+                    managed.param.detach().clone(), requires_grad=managed.param.requires_grad
+                )
+                vars(param).update(vars(managed.param))
+            sites = [replace(site, module=memo[id(site.module)]) for site in managed.sites]
+            params.append(ManagedParam(param, sites))
+        return FlatParamHandle(
+            params,
+            rank=self.rank,
+            world_size=self.layout.world_size,
+            device=self.device,
+            compute_dtype=self._low_precision,
+            orig_mode=self.orig_mode,
+            copied_from=self,
+        )
 
     def name_with(self, name_of: Callable[[str], str]) -> None:
         """Set how a name in the unit becomes a name in the unwrapped model (for messages and stand-ins)."""

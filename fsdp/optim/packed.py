@@ -44,7 +44,7 @@ class Packed:
         params: The parameters packed.
     """
 
-    __slots__ = ("flat", "params")
+    __slots__ = ("_views", "flat", "params")
 
     def __init__(
         self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
@@ -52,14 +52,21 @@ class Packed:
         self.params = tuple(params)
         numels = [param.numel() for param in self.params]
         self.flat = torch.empty(sum(numels), dtype=dtype, device=device)
-        views = [
+        self._views = [
             _shaped_like(param, part)
             for param, part in zip(self.params, self.flat.split(numels), strict=True)
         ]
-        if views:
-            _torch.foreach_copy(views, [param.data for param in self.params])
-        for param, view in zip(self.params, views, strict=True):
+        if params:
+            _torch.foreach_copy(self._views, [param.data for param in self.params])
+        for param, view in zip(self.params, self._views, strict=True):
             param.data = view
+
+    def restore(self) -> None:
+        """Copy back and re-point any parameter whose ``.data`` was replaced since."""
+        for param, view in zip(self.params, self._views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.data)
+                param.data = view
 
     def spans(self) -> list[tuple[int, int]]:
         """Where each parameter lies in ``flat``: half-open, in elements."""

@@ -138,6 +138,25 @@ class Unit:
         self._pre_hook.remove()
         self._post_hook.remove()
 
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the same configuration and values over copied modules, which ``memo`` knows from a deepcopy."""
+        modules = [memo[id(module)] for module in self.modules]
+        handles = [handle.copied(memo) for handle in self.handles]
+        made = Unit(
+            memo[id(self.module)],
+            handles,
+            self.config,
+            self.shard,
+            self.replicate,
+            modules,
+            self.gate,
+        )
+        for (module, name), dtype in self.buffer_dtypes.items():
+            made.buffer_dtypes[memo[id(module)], name] = dtype
+        made.comm_hook, made.comm_hook_state = self.comm_hook, self.comm_hook_state
+        made.gradient_divisor = self.gradient_divisor
+        return made
+
     # -- residency -------------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -224,8 +225,6 @@ def gan():
             param.requires_grad_(True)
         judge(generator(batch(rank, 1)).detach()).square().sum().backward()
 
-    import copy
-
     judges = []
 
     def dense_script(model, rank):
@@ -297,3 +296,52 @@ def forgotten():
 def test_deleting_the_model_frees_everything():
     for alive in run_ranks(forgotten, 2):
         assert all(alive)
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(7, 5, bias=False)
+        self.back = nn.Linear(5, 7, bias=False)
+        self.back.weight = nn.Parameter(self.out.weight.detach().t().contiguous())
+        self.last = nn.Linear(7, 5, bias=False)
+        self.last.weight = self.out.weight
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x):
+        return self.last(self.back(super().forward(x))) * self.scale
+
+    def generate(self, x):
+        return self.last(x)
+
+
+def copies():
+    for use_orig_params in (False, True):
+        model = wrap(build(Tied), use_orig_params=use_orig_params)
+        model(batch(dist.get_rank())).square().sum().backward()
+        twin = copy.deepcopy(model)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert all(torch.equal(value, twin.state_dict()[name]) for name, value in before.items())
+        assert twin.module.out.weight is twin.module.last.weight
+        assert twin.check_is_root()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        twin(batch(dist.get_rank())).square().sum().backward()
+        expected = dense_grads(build(Tied), micro_batches("s"), dist.get_world_size())
+        assert_same_gradients(expected, full_grads(twin), none_is_zero=False)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+        optimizer.step()
+        after = model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert not torch.equal(twin.state_dict()["inp.weight"], before["inp.weight"])
+        assert twin.generate(torch.ones(1, 7)).shape == (1, 5)
+        inner = copy.deepcopy(model.module.blocks[0])
+        assert inner.check_is_root()
+        inner(torch.ones(1, 7)).sum().backward()
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(twin)
+        averaged(batch(0))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deepcopy_is_independent_and_trains(world_size):
+    run_ranks(copies, world_size)
