@@ -1,14 +1,16 @@
 """Train a byte-level GPT on the source of Python's own standard library, sharded over all processes.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py --seconds 90 --out runs/gpt
-    torchrun --nproc-per-node 3 examples/train_gpt.py --seconds 120 --out runs/gpt --resume
-    python examples/train_gpt.py --steps 50                      # one process works too
+    torchrun --nproc-per-node 2 examples/train_gpt.py --stop-at 600
+    torchrun --nproc-per-node 3 examples/train_gpt.py --resume          # or 1, 2, 4, 6, 12
+    python examples/train_gpt.py --out runs/one                         # one process works too
 
-Expected: the loss starts near 5.5 nats a byte (uniform over 256 values) and is under 2.6 within the first run; the
-second run goes on where the first stopped, at another number of processes, on the same sequence of batches.
+Expected: the loss starts near 5.6 nats a byte (log 256 = 5.55), is under 2.6 after 100 steps and under 1.8 at the end.
+The second run goes on where the first stopped, on the same batches; see README.md beside this file for the output.
+NCCL where each process has a GPU of its own, gloo otherwise.
 
 The batches are a function of the seed and the step alone: a global batch of ``--global-batch`` rows is divided among
-the processes, so the loss curve does not depend on how many there are.
+the processes, so the loss curve does not depend on how many there are.  No other random choice is made after the
+model is built, so a checkpoint needs no generator's state.
 """
 
 from __future__ import annotations
@@ -18,105 +20,114 @@ import contextlib
 import functools
 import math
 import os
-import random
-import resource
-import sys
-import sysconfig
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from gpt_model import GPT, Block, next_byte_loss, sample
+from progress import Console
+from stdlib_text import Text, rows
 
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 
-VOCABULARY = 256
+EVALUATION_BATCHES = 4
+# What a resumed run must share with the run that wrote the checkpoint, or the curve would not go on.
+FIXED = ("layers", "dim", "heads", "context", "global_batch", "accumulate", "seed")
 
 
-class Block(nn.Module):
-    """Pre-norm causal self-attention and MLP; each block becomes one unit."""
+@dataclass
+class Job:
+    """One training run, as one process sees it."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+    args: argparse.Namespace
+    device: torch.device
+    text: Text
+    model: FSDP
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    step: int = 0  # optimizer steps done
+    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, held-out loss
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, dim]`` to the same."""
-        batch, length, dim = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, dim // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+
+def main(argv: list[str] | None = None) -> list[float]:
+    """Train; returns the loss of every step this call has run, equal on every process."""
+    args = parse(argv)
+    device = join()
+    world_size = dist.get_world_size()
+    if args.global_batch % world_size:
+        raise SystemExit(
+            f"--global-batch {args.global_batch} does not divide among {world_size} processes"
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // world_size))
+    newest = newest_checkpoint(args.out, resume=args.resume)
+    job = build(args, device)
+    console = Console(args.steps, args.global_batch * args.accumulate * args.context, device)
+    console.line(
+        f"{world_size} process(es) on {device.type}, {dist.get_backend()}; "
+        f"{len(job.text.train) / 1e6:.1f} MB of text; "
+        f"{args.global_batch * args.accumulate} x {args.context} bytes a step"
+    )
+    if newest is not None:
+        load(newest, job)
+        at, loss, held_out = job.curve[-1]
+        console.line(f"resuming {newest}: step {at}, loss {loss:.3f}, held-out {held_out:.3f}")
+    if job.step >= args.steps:
+        console.line(f"all {args.steps} steps are done; --steps {2 * job.step} would go on")
+    losses = train(job, console)
+    if args.sample:
+        text = sample(job.model, b"def ", args.sample, args.context, device)
+        console.line(f"--- a sample ---\n{text}\n----------------")
+    return losses
 
 
-class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; the embedding is tied to the head."""
-
-    def __init__(self, layers: int, dim: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.context = context
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, dim), nn.Embedding(context, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCABULARY, bias=False)
-        self.apply(self._init)
-        self.head.weight = self.tokens.weight
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length]`` bytes to ``[batch, length, 256]`` logits."""
-        x = self.tokens(tokens) + self.positions(
-            torch.arange(tokens.shape[1], device=tokens.device)
-        )
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def join() -> torch.device:
+    """Join the process group (a group of one without torchrun) and choose this process's device."""
+    if dist.is_initialized():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    else:
+        device, options = torch.device("cpu"), {"backend": "gloo"}
+    if "WORLD_SIZE" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+    return device
 
 
-class Text:
-    """Bytes of the standard library's source; every twentieth file is held out for evaluation."""
-
-    def __init__(self, limit: int = 12_000_000) -> None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(path for path in folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
-        files = [path for path in files if "site-packages" not in path.parts]
-        held_out = files[::20]
-        self.train = self._bytes([path for path in files if path not in set(held_out)], limit)
-        self.held_out = self._bytes(held_out, limit)
-
-    @staticmethod
-    def _bytes(files: list[Path], limit: int) -> torch.Tensor:
-        data = b"\n".join(path.read_bytes() for path in files)[:limit]
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    def rows(self, data: torch.Tensor, seed: int, rows: range, context: int) -> torch.Tensor:
-        """Rows of one global batch, ``[len(rows), context + 1]``: a function of the seed and the row's number."""
-        starts = [random.Random(f"{seed}-{row}").randrange(len(data) - context - 1) for row in rows]
-        return torch.stack([data[start : start + context + 1] for start in starts]).long()
+def build(args: argparse.Namespace, device: torch.device) -> Job:
+    """The sharded model (one unit a block, the rest in the root unit), its optimizer and schedule."""
+    torch.manual_seed(args.seed)  # the same values on every process
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(
+        GPT(args.layers, args.dim, args.heads),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[args.strategy],
+        mixed_precision=precision if args.bf16 else None,
+        device_id=device,
+        use_orig_params=args.use_orig_params,
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    factor = functools.partial(lr_factor, warmup=args.warmup, total=args.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Job(args, device, Text(), model, optimizer, schedule)
 
 
-def loss_on(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """Mean negative log-likelihood of the next byte, in nats."""
-    logits = model(rows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-
-
-def learning_rate(step: int, warmup: int, total: int) -> float:
+def lr_factor(step: int, warmup: int, total: int) -> float:
     """Linear warm-up, then half a cosine down to a tenth."""
     if step < warmup:
         return (step + 1) / warmup
@@ -124,249 +135,181 @@ def learning_rate(step: int, warmup: int, total: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, text: Text, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss on held-out files, the same rows whatever the number of processes."""
-    model.eval()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    share = args.global_batch // world
-    rows = text.rows(text.held_out, -1, range(rank * share, (rank + 1) * share), args.context)
-    loss = loss_on(model, rows.to(device))
-    dist.all_reduce(loss)
-    model.train()
-    return loss.item() / world
+def train(job: Job, console: Console) -> list[float]:
+    """Run steps until one of the limits is reached; evaluate and save on the way and at the end."""
+    args, losses, evaluated = job.args, [], 0
+    last = min(args.steps, args.stop_at or args.steps)
+    deadline = time.monotonic() + args.seconds
+    while job.step < last:
+        losses.append(train_step(job))
+        console.bar(job.step, losses[-1], job.schedule.get_last_lr()[0])
+        is_last = job.step == last or is_late(deadline, job.device)
+        if is_last or job.step % args.eval_every == 0:
+            loss = torch.stack(losses[evaluated:]).mean().item()
+            evaluated = len(losses)
+            job.curve.append((job.step, loss, evaluate(job)))
+            console.line(
+                "step {:5d} | loss {:.3f} | held-out {:.3f} nats/byte".format(*job.curve[-1])
+            )
+        if is_last or job.step % args.checkpoint_every == 0:
+            save(job)
+        if is_last:
+            console.line(f"checkpoints and curve.csv are in {args.out}")
+            break
+    return [loss.item() for loss in losses]
+
+
+def train_step(job: Job) -> torch.Tensor:
+    """One optimizer step over ``--accumulate`` micro-batches; returns the mean loss over all processes."""
+    args = job.args
+    total = torch.zeros((), device=job.device)
+    for micro in range(args.accumulate):
+        batch = my_rows(job, job.text.train, args.seed, job.step * args.accumulate + micro)
+        is_last = micro == args.accumulate - 1
+        with contextlib.nullcontext() if is_last else job.model.no_sync():
+            loss = next_byte_loss(job.model, batch) / args.accumulate
+            loss.backward()
+        total += loss.detach()
+    job.model.clip_grad_norm_(args.clip)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    job.schedule.step()
+    job.step += 1
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: bytes, length: int, context: int, device: torch.device) -> str:
-    """Continue ``prompt``; every process runs the same forwards and draws the same bytes."""
-    model.eval()
-    generator = torch.Generator().manual_seed(0)
-    tokens = list(prompt)
-    for _ in range(length):
-        window = torch.tensor([tokens[-context:]], device=device)
-        weights = torch.softmax(model(window)[0, -1].float() / 0.7, dim=-1)
-        tokens.append(int(torch.multinomial(weights.cpu(), 1, generator=generator)))
-    model.train()
-    return bytes(tokens).decode("utf-8", errors="replace")
+def evaluate(job: Job) -> float:
+    """Mean loss on rows of the held-out files, the same rows every time."""
+    job.model.eval()
+    batches = [my_rows(job, job.text.held_out, 0, number) for number in range(EVALUATION_BATCHES)]
+    total = torch.stack([next_byte_loss(job.model, batch) for batch in batches]).mean()
+    job.model.train()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
-def save(folder: Path, keep: int, step: int, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+def my_rows(job: Job, data: torch.Tensor, seed: int, batch: int) -> torch.Tensor:
+    """This process's rows of a global batch, ``[global_batch / world_size, context + 1]``."""
+    share = job.args.global_batch // dist.get_world_size()
+    first = batch * job.args.global_batch + dist.get_rank() * share
+    return rows(data, seed, range(first, first + share), job.args.context).to(job.device)
+
+
+def is_late(deadline: float, device: torch.device) -> bool:
+    """Whether the time is over on any process, so that all stop at the same step."""
+    late = torch.tensor(float(time.monotonic() > deadline), device=device)
+    dist.all_reduce(late)
+    return late.item() > 0
+
+
+def save(job: Job) -> None:
     """Write a checkpoint that any number of processes can resume from; it is complete or it is not there.
 
-    Collective: every process.
+    Collective: every process takes part in gathering; the first one holds the whole and writes it.
     """
-    state = {
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": FSDP.optim_state_dict(model, optimizer),
-    }
+    with FSDP.state_dict_type(
+        job.model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    ):
+        state = {
+            "model": job.model.state_dict(),
+            "optimizer": FSDP.optim_state_dict(job.model, job.optimizer),
+            "schedule": job.schedule.state_dict(),
+            "step": job.step,
+            "curve": job.curve,
+            "config": {name: getattr(job.args, name) for name in FIXED},
+        }
     if dist.get_rank() == 0:
+        folder = job.args.out
         folder.mkdir(parents=True, exist_ok=True)
-        final = folder / f"step-{step:06d}.pt"
-        partial = final.with_suffix(".partial")
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(final)
-        for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+        write_atomically(state, folder / f"step-{job.step:06d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -job.args.keep]:
             old.unlink()
+        table = ["step,loss,held_out", *(f"{s},{a:.4f},{b:.4f}" for s, a, b in job.curve)]
+        (folder / "curve.csv").write_text("\n".join(table) + "\n")
     dist.barrier()
 
 
-def load(folder: Path, model: FSDP, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint; returns the number of steps it has seen."""
+def write_atomically(state: dict, path: Path) -> None:
+    """Write under another name, wait for the disk, rename: a crash leaves the old checkpoints whole."""
+    partial = path.with_name("checkpoint.partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename itself
+    os.close(folder)
+
+
+def newest_checkpoint(folder: Path, *, resume: bool) -> Path | None:
+    """The checkpoint to go on from; a new run in an old run's folder is refused."""
     checkpoints = sorted(folder.glob("step-*.pt"))
-    if not checkpoints:
+    if resume and not checkpoints:
         raise SystemExit(f"--resume: no checkpoint in {folder}")
-    state = torch.load(checkpoints[-1], map_location="cpu", mmap=True)
-    model.load_state_dict(state["model"])
-    local = FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"])
-    optimizer.load_state_dict(local)
-    return int(state["step"])
+    if checkpoints and not resume:
+        raise SystemExit(f"{folder} holds {checkpoints[-1].name}: pass --resume or another --out")
+    return checkpoints[-1] if resume else None
 
 
-class Progress:
-    """One line on a terminal, a line every so often elsewhere; silent on all processes but the first."""
-
-    def __init__(self, every: float = 2.0) -> None:
-        self._every = every
-        self._last = self._start = time.monotonic()
-        self._tokens = 0
-
-    def show(
-        self, step: int, loss: torch.Tensor, lr: float, tokens: int, device: torch.device
-    ) -> None:
-        """Count ``tokens`` and print, if it is time to."""
-        self._tokens += tokens
-        now = time.monotonic()
-        if dist.get_rank() or now - self._last < self._every:
-            return
-        self._last = now
-        speed = self._tokens / (now - self._start)
-        print(
-            f"step {step:5d} | loss {loss.item():.3f} | lr {lr:.2e} | {speed:8,.0f} tokens/s | {memory(device)}",
-            end="\r" if sys.stdout.isatty() else "\n",
-            flush=True,
-        )
-
-
-def memory(device: torch.device) -> str:
-    """Peak memory of this process."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on the device"
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB resident"
-
-
-def say(text: str) -> None:
-    """Print on the first process."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def load(path: Path, job: Job) -> None:
+    """Take over the state of a checkpoint, whatever number of processes wrote it."""
+    state = torch.load(path, map_location="cpu", mmap=True)
+    for name, value in state["config"].items():
+        if value != getattr(job.args, name):
+            option = "--" + name.replace("_", "-")
+            raise SystemExit(
+                f"{path} was written with {option} {value}, not {getattr(job.args, name)}"
+            )
+    job.model.load_state_dict(state["model"])
+    mine = FSDP.optim_state_dict_to_load(job.model, job.optimizer, state["optimizer"])
+    job.optimizer.load_state_dict(mine)
+    job.schedule.load_state_dict(state["schedule"])
+    job.step, job.curve = state["step"], state["curve"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; the defaults are the demo."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--steps", type=int, default=700, help="length of the schedule")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so much time")
-    parser.add_argument(
-        "--global-batch", type=int, default=12, help="rows a micro-batch, all processes together"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument(
-        "--bf16", action="store_true", help="compute in bfloat16, reduce in float32"
-    )
-    parser.add_argument(
-        "--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], default="FULL_SHARD"
-    )
-    parser.add_argument("--use-orig-params", action="store_true", help="show original parameters")
-    parser.add_argument("--eval-every", type=int, default=50)
-    parser.add_argument("--checkpoint-every", type=int, default=50)
-    parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
-    parser.add_argument("--sample", type=int, default=120, help="bytes to generate at the end")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads a process; cores / processes if 0"
-    )
+
+    def option(name: str, default: object, text: str) -> None:
+        parser.add_argument(name, type=type(default), default=default, help=f"{text} ({default})")
+
+    def switch(name: str, text: str) -> None:
+        parser.add_argument(name, action="store_true", help=text)
+
+    option("--out", Path("runs/gpt"), "folder of checkpoints, seen by all processes")
+    switch("--resume", "go on from the newest checkpoint there, at any number of processes")
+    option("--steps", 700, "optimizer steps, and the length of the schedule")
+    option("--stop-at", 0, "save and stop after this step; 0: the last one")
+    option("--seconds", math.inf, "save and stop after so much time")
+    option("--global-batch", 12, "rows a micro-batch, all processes together")
+    option("--accumulate", 1, "micro-batches a step")
+    option("--lr", 2e-3, "peak learning rate")
+    option("--warmup", 20, "steps of linear warm-up")
+    option("--clip", 1.0, "largest norm of the gradient")
+    option("--layers", 4, "transformer blocks")
+    option("--dim", 128, "width")
+    option("--heads", 4, "attention heads")
+    option("--context", 128, "bytes a row")
+    switch("--bf16", "compute in bfloat16, reduce gradients in float32")
+    names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    parser.add_argument("--strategy", choices=names, default=names[0], help="what is sharded")
+    switch("--use-orig-params", "let the optimizer see the original parameters")
+    option("--eval-every", 50, "steps between evaluations")
+    option("--checkpoint-every", 50, "steps between checkpoints")
+    option("--keep", 2, "checkpoints to keep")
+    option("--sample", 200, "bytes to generate at the end")
+    option("--seed", 0, "of the model's values and of the batches")
+    option("--threads", 0, "CPU threads a process; 0: cores / processes")
     return parser.parse_args(argv)
-
-
-def start() -> torch.device:
-    """Join the process group (a group of one without torchrun) and choose the device."""
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-            os.environ.setdefault(name, value)
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
-
-
-def build(args: argparse.Namespace, device: torch.device) -> FSDP:
-    """The sharded model: one unit a block, the rest in the root unit."""
-    torch.manual_seed(args.seed)
-    precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32) if args.bf16 else None
-    return FSDP(
-        GPT(args.layers, args.dim, args.heads, args.context),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[args.strategy],
-        mixed_precision=precision,
-        device_id=device,
-        use_orig_params=args.use_orig_params,
-    )
-
-
-def train_step(
-    model: FSDP,
-    optimizer: Any,
-    text: Text,
-    step: int,
-    args: argparse.Namespace,
-    device: torch.device,
-) -> torch.Tensor:
-    """One optimizer step over ``args.accumulate`` micro-batches; returns the mean loss over all processes."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    share = args.global_batch // world
-    total = torch.zeros((), device=device)
-    for micro in range(args.accumulate):
-        first = (step * args.accumulate + micro) * args.global_batch + rank * share
-        rows = text.rows(text.train, args.seed, range(first, first + share), args.context).to(
-            device
-        )
-        last = micro == args.accumulate - 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = loss_on(model, rows) / args.accumulate
-            loss.backward()
-        total += loss.detach()
-    model.clip_grad_norm_(args.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(total)
-    return total / world
-
-
-def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step this call has run."""
-    args = parse(argv)
-    device = start()
-    world = dist.get_world_size()
-    if args.global_batch % world:
-        raise SystemExit(
-            f"--global-batch {args.global_batch} does not divide among {world} processes"
-        )
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // world))
-    text = Text()
-    model = build(args, device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
-    )
-    first = load(args.out, model, optimizer) if args.resume else 0
-    schedule = functools.partial(learning_rate, warmup=20, total=args.steps)
-    say(
-        f"{'resuming at step ' + str(first) if first else 'training'} on {world} process(es), {device.type}, "
-        f"{len(text.train) / 1e6:.1f} MB of text"
-    )
-    deadline, progress, losses, step = time.monotonic() + args.seconds, Progress(), [], first
-    while step < args.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule(step)
-        loss = train_step(model, optimizer, text, step, args, device)
-        losses.append(loss.item())
-        step += 1
-        tokens = args.global_batch * args.accumulate * args.context
-        progress.show(step, loss, group["lr"], tokens, device)
-        if step % args.eval_every == 0:
-            say(
-                f"step {step:5d} | held-out loss {evaluate(model, text, args, device):.3f} nats/byte"
-            )
-        late = torch.tensor(float(time.monotonic() > deadline), device=device)
-        dist.all_reduce(late)  # one process's clock decides for all
-        if late or step % args.checkpoint_every == 0 or step == args.steps:
-            save(args.out, args.keep, step, model, optimizer)
-        if late:
-            break
-    if losses:
-        say(
-            f"step {step:5d} | loss {sum(losses[-10:]) / len(losses[-10:]):.3f}, held-out "
-            f"{evaluate(model, text, args, device):.3f} nats/byte | checkpoint in {args.out}"
-        )
-    if args.sample:
-        text_out = sample(model, b"def ", args.sample, args.context, device)
-        say(f"--- a sample ---\n{text_out}\n----------------")
-    return losses
 
 
 if __name__ == "__main__":

@@ -46,6 +46,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_task() -> int:
+    """Number of the backward pass that runs on this thread, -1 for none; nested passes have numbers of their own.
+
+    Why and since when: see :func:`in_backward`.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a differentiable view, whose ``grad_fn`` an in-place operation would replace.
 
@@ -213,7 +221,7 @@ def map_registered(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def materialize_parameter(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Give a meta parameter real memory while it stays the same Python object.
+    """Give a meta parameter real memory while it stays the same Python object, if torch allows it.
 
     Why: ``param.data = values`` refuses to change from the meta device, and a new object would lose ties, attributes
     and an optimizer's reference.  ``torch.utils.swap_tensors`` is public; attributes travel with the contents, so
@@ -221,7 +229,11 @@ def materialize_parameter(param: nn.Parameter, values: torch.Tensor) -> nn.Param
     """
     attributes = dict(vars(param))
     fresh = nn.Parameter(values, requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, fresh)
+    try:
+        torch.utils.swap_tensors(param, fresh)
+    except RuntimeError:  # something holds a weak reference to it (recurrent layers do)
+        vars(fresh).update(attributes)
+        return fresh
     vars(param).update(attributes)
     return param
 
@@ -280,6 +292,11 @@ def store_of(group: ProcessGroup) -> Store | None:
     try:
         store = dist.PrefixStore("fsdp-entry", group.get_group_store())
         store.set("probe", "")
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return None
     return store
+
+
+def is_process_group(group: object) -> bool:
+    """Whether ``group`` is torch's, not a stand-in that only knows rank and size."""
+    return isinstance(group, dist.ProcessGroup)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import nn
@@ -123,7 +122,7 @@ def _check_flags(owner: object, *names: str) -> None:
     """Refuse what is not a truth value: the string ``"False"`` would count as true."""
     for name in names:
         value = getattr(owner, name)
-        if not isinstance(value, bool | int) or value not in (0, 1):
+        if value not in (0, 1):  # numpy's booleans are equal to these too
             raise ConfigTypeError(
                 f"{type(owner).__name__}.{name} is {value!r}, a {type(value).__name__}: "
                 "expected True or False."
@@ -195,9 +194,8 @@ class CPUOffload(_ShortRepr):
     """Where shards rest between uses.
 
     Attributes:
-        offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs.  Frees the
-            device of parameters, gradients and optimizer state; costs a copy to the device before each gather and a
-            copy back of each reduced gradient.
+        offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs: device memory
+            in exchange for a copy in and out of every unit, and for the slower optimizer.
 
     Raises:
         ConfigTypeError: If ``offload_params`` is no truth value.
@@ -217,8 +215,8 @@ class StateDictConfig(_ShortRepr):
     """How ``state_dict()`` delivers.
 
     Attributes:
-        offload_to_cpu: Move each tensor to the CPU as soon as its unit is gathered, so that no more than one unit is
-            whole on the device; costs the copies.
+        offload_to_cpu: Move each tensor to the CPU as soon as its unit is gathered: the device holds one whole unit
+            at a time, for the price of the copies.
     """
 
     offload_to_cpu: bool = False
@@ -266,7 +264,7 @@ class OptimStateDictConfig(_ShortRepr):
     """How ``optim_state_dict()`` delivers.
 
     Attributes:
-        offload_to_cpu: Move state tensors to the CPU, one parameter at a time.
+        offload_to_cpu: Move state tensors to the CPU.
     """
 
     offload_to_cpu: bool = True

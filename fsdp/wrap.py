@@ -1,9 +1,12 @@
 """Which submodules become units: policies, and the planner that asks them.
 
 A policy is either a :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, a set of module classes, or a function
-``policy(module, recurse, nonwrapped_numel) -> bool``: asked with ``recurse=True`` whether to look below ``module``,
-with ``recurse=False`` whether to wrap it, given the number of its parameters that are not wrapped yet.  The last
-argument may also be called ``unwrapped_params``.
+``policy(module, recurse, nonwrapped_numel) -> bool``: asked with ``recurse=True`` whether to consider ``module`` and
+what is below it at all, then, after its children, with ``recurse=False`` whether to wrap it, given the elements of
+its parameters that no unit below it owns.  The last argument may also be called ``unwrapped_params``.
+
+Everything goes by identity: a module that is reached by two paths becomes one unit, and a parameter that is tied is
+counted once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from torch import nn
@@ -34,7 +38,8 @@ __all__ = [
     "wrap",
 ]
 
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NUMEL_NAMES = ("nonwrapped_numel", "unwrapped_params")
 
 
 # -- policies as functions ---------------------------------------------------------------------------------------------
@@ -57,6 +62,9 @@ def lambda_auto_wrap_policy(
 
     Collective: none.
 
+    Raises:
+        ConfigError: If ``lambda_fn`` is missing.
+
     Example:
         >>> policy = functools.partial(
         ...     lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear)
@@ -78,7 +86,8 @@ def _module_wrap_policy(
     unwrapped_params: int = 0,
 ) -> bool:
     """Wrap every submodule that is an instance of one of ``module_classes``."""
-    return True if recurse else isinstance(module, tuple(module_classes))
+    classes = _class_tuple("module_classes", module_classes)
+    return True if recurse else isinstance(module, classes)
 
 
 def transformer_auto_wrap_policy(
@@ -92,8 +101,15 @@ def transformer_auto_wrap_policy(
     """Wrap every submodule that is an instance of ``transformer_layer_cls``; bind it with ``functools.partial``.
 
     Collective: none.
+
+    Raises:
+        ConfigTypeError: If ``transformer_layer_cls`` holds something else than classes.
+
+    Example:
+        >>> policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     """
-    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+    classes = _class_tuple("transformer_layer_cls", transformer_layer_cls)
+    return True if recurse else isinstance(module, classes)
 
 
 def size_based_auto_wrap_policy(
@@ -115,9 +131,16 @@ def size_based_auto_wrap_policy(
         recurse: Whether the question is to look below it, or to wrap it.
         nonwrapped_numel: Its parameters (elements) that no unit below it owns.
         min_num_params: Least number of elements worth a unit.
-        force_leaf_modules: Classes not to look into; ``nn.MultiheadAttention`` by default.
+        force_leaf_modules: Classes neither to wrap nor to look into, so that they stay with the module above;
+            ``nn.MultiheadAttention`` by default, which uses its children's parameters without calling them.
         exclude_wrap_modules: Classes not to wrap; containers that are never called by default.
         unwrapped_params: Older name of ``nonwrapped_numel``.
+
+    Raises:
+        ConfigError: If neither count is given.
+
+    Example:
+        >>> policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1_000_000)
     """
     numel = nonwrapped_numel if nonwrapped_numel is not None else unwrapped_params
     if numel is None:
@@ -147,7 +170,18 @@ def _or_policy(
     unwrapped_params: int = 0,
 ) -> bool:
     """Whether any of ``policies`` says so."""
-    return any(_ask(policy, module, recurse, nonwrapped_numel) for policy in policies)
+    return any(_Question(policy, module)(module, recurse, nonwrapped_numel) for policy in policies)
+
+
+def _class_tuple(name: str, classes: Iterable[type]) -> tuple[type, ...]:
+    """``classes`` as ``isinstance`` takes them; one class counts as a set of one."""
+    found = (classes,) if isinstance(classes, type) else tuple(classes)
+    for item in found:
+        if not isinstance(item, type):
+            raise ConfigTypeError(
+                f"{name} takes module classes but got {item!r}, a {type(item).__name__}."
+            )
+    return found
 
 
 # -- policies as objects -----------------------------------------------------------------------------------------------
@@ -171,18 +205,15 @@ class ModuleWrapPolicy(_Policy):
 
     Collective: none.
 
+    Raises:
+        ConfigTypeError: If ``module_classes`` holds something else than classes.
+
     Example:
         >>> policy = ModuleWrapPolicy({TransformerBlock})
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        classes = set(module_classes)
-        for item in classes:
-            if not isinstance(item, type):
-                raise ConfigTypeError(
-                    f"ModuleWrapPolicy takes module classes but got {item!r}, a {type(item).__name__}."
-                )
-        self._module_classes = classes
+        self._module_classes = set(_class_tuple("ModuleWrapPolicy", module_classes))
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """The same policy as a function, for ``_or_policy`` and older callers.  Collective: none."""
@@ -209,7 +240,7 @@ class ModuleWrapPolicy(_Policy):
 class CustomPolicy(_Policy):
     """Wrap every submodule for which ``lambda_fn`` returns True or a dict of constructor arguments of its own.
 
-    Collective: none.
+    An empty dict counts as False.  Collective: none.
 
     Example:
         >>> CustomPolicy(
@@ -235,12 +266,12 @@ class CustomPolicy(_Policy):
             if module in ignored_modules:
                 continue
             answer = self._lambda_fn(module)
-            if not isinstance(answer, dict | bool):
+            if not isinstance(answer, dict) and not _is_bool(answer):
                 raise ConfigError(
                     "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
-                    f"{answer!r} for a {type(module).__name__}."
+                    f"{answer!r} for {_place(root_module, module)}."
                 )
-            if answer is True or (isinstance(answer, dict) and answer):
+            if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
 
@@ -276,37 +307,98 @@ class ParamExecOrderWrapPolicy:
 # -- asking ------------------------------------------------------------------------------------------------------------
 
 
-def _ask(policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: int) -> bool:
-    """What a policy function answers, under whichever name it takes the number of parameters.
+class _Question:
+    """A policy function, called the way its signature wants, with checked answers.
+
+    Args:
+        policy: The function.
+        root: Where it is asked, for the names in messages.
 
     Raises:
-        ConfigError: If the answer is no boolean.
+        ConfigTypeError: If ``policy`` can not be called with the three arguments of a policy.
     """
-    keyword = _numel_keyword(policy)
-    by_name: dict[str, Any] = {} if keyword is None else {keyword: numel}
-    answer = policy(module, recurse, *(() if by_name else (numel,)), **by_name)
-    if isinstance(answer, bool) or type(answer).__name__ == "bool":
-        return bool(answer)
-    name = getattr(policy, "__name__", None) or getattr(
-        getattr(policy, "func", None), "__name__", repr(policy)
-    )
-    raise ConfigError(
-        f"auto_wrap_policy {name!r} returned {answer!r} (a {type(answer).__name__}) for a "
-        f"{type(module).__name__}: expected True or False."
-    )
+
+    def __init__(self, policy: Callable[..., Any], root: nn.Module) -> None:
+        self._policy = policy
+        self._name = _policy_name(policy)
+        self._by_name = _arguments_by_name(policy, self._name)
+        self._root = root
+
+    def __call__(self, module: nn.Module, recurse: bool, numel: int) -> bool:
+        """What the policy answers.
+
+        Raises:
+            ConfigError: If that is no boolean.
+        """
+        args, kwargs = _arguments((module, recurse, numel), self._by_name)
+        answer = self._policy(*args, **kwargs)
+        if _is_bool(answer):
+            return bool(answer)
+        raise ConfigError(
+            f"auto_wrap_policy {self._name!r} returned {answer!r} (a {type(answer).__name__}) for "
+            f"{_place(self._root, module)}: expected True or False."
+        )
 
 
-def _numel_keyword(policy: Callable[..., Any]) -> str | None:
-    """The name under which ``policy`` takes the number of parameters; None for by position."""
+def _arguments_by_name(policy: Any, name: str) -> tuple[str, ...]:
+    """Names of the last arguments of ``policy``: as many as its signature takes by name, the others by position."""
+    if not callable(policy):
+        raise ConfigTypeError(f"auto_wrap_policy holds {policy!r}: expected a function.")
     try:
-        parameters = inspect.signature(policy).parameters
-    except (TypeError, ValueError):
-        return None
-    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-    for name in ("nonwrapped_numel", "unwrapped_params"):
-        if name in parameters:
-            return name
-    return "nonwrapped_numel" if takes_any else None
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):  # builtins without a signature
+        return ()
+    counts = [item for item in _NUMEL_NAMES if item in signature.parameters] or _NUMEL_NAMES[:1]
+    choices = [
+        names
+        for count in counts
+        for names in (("module", "recurse", count), ("recurse", count), (count,))
+    ]
+    for by_name in (*choices, ()):
+        args, kwargs = _arguments((None, False, 0), by_name)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return by_name
+    raise ConfigTypeError(
+        f"auto_wrap_policy {name!r} takes {signature}: expected (module, recurse, nonwrapped_numel). "
+        "Bind further arguments with functools.partial."
+    )
+
+
+def _arguments(
+    values: tuple[Any, ...], by_name: tuple[str, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The three arguments of a policy, the last ones under the names given."""
+    first = len(values) - len(by_name)
+    return values[:first], dict(zip(by_name, values[first:], strict=True))
+
+
+def _is_bool(answer: object) -> bool:
+    """Python's booleans and numpy's, which are no subclass."""
+    return isinstance(answer, bool) or type(answer).__name__ in ("bool", "bool_")
+
+
+def _function_of(policy: Any) -> Any:
+    """What ``functools.partial`` was put around."""
+    while isinstance(policy, partial):
+        policy = policy.func
+    return policy
+
+
+def _policy_name(policy: Any) -> str:
+    return getattr(_function_of(policy), "__name__", None) or repr(policy)
+
+
+def _place(root: nn.Module, module: nn.Module) -> str:
+    """``module`` in words: its name below ``root``, if it is not ``root`` itself, and its class."""
+    kind = f"a {type(module).__name__}"
+    name = next((name for name, child in root.named_modules() if child is module), "")
+    return f"{name!r} ({kind})" if name else kind
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
 
 
 def select_units(
@@ -330,26 +422,24 @@ def select_units(
     for name, module in root.named_modules():
         if is_wrapped(module):
             raise ConfigError(
-                f"Expected {name} to NOT be FullyShardedDataParallel if using an `auto_wrap_policy`. "
-                "Wrap it by the policy, or pass no policy."
+                f"Expected {name} to NOT be FullyShardedDataParallel if using an `auto_wrap_policy`: "
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in {type(root).__name__}. Leave it to the policy, or pass no policy."
             )
     policy = _as_policy(policy)
     if isinstance(policy, _Policy):
         picked = policy._run_policy(root, ignored_modules, {})
-        picked.pop(root, None)
-        chosen = {module: picked[module] for module in _post_order(root) if module in picked}
+        chosen = {
+            module: picked[module]
+            for module in _post_order(root)
+            if module in picked and module is not root and module not in ignored_modules
+        }
     else:
-        selected = _select(root, policy, ignored_modules, ignored_params)
-        chosen = {module: {} for module in selected}
-    containers = [module for module in chosen if type(module) in _NEVER_CALLED]
-    if containers and not isinstance(policy, _Policy) and policy is always_wrap_policy:
-        for module in containers:
-            del chosen[module]
-    elif containers:
-        raise ConfigError(
-            f"auto_wrap_policy chose a {type(containers[0]).__name__}, whose forward is never called: choose the "
-            "modules in it."
-        )
+        selection = _Selection(policy, root, ignored_modules, ignored_params)
+        selection.visit_children_of(root)
+        chosen = {module: {} for module in selection.modules}
+    for module in chosen:
+        _check_is_called(module, root)
     return _with_uncast_classes(root, chosen, ignored_modules, root_kwargs)
 
 
@@ -358,6 +448,11 @@ def _as_policy(policy: Any) -> _Policy | Callable[..., bool]:
         return ModuleWrapPolicy(policy)
     if isinstance(policy, _Policy):
         return policy
+    if isinstance(policy, type):
+        raise ConfigTypeError(
+            f"auto_wrap_policy is the class {policy.__name__}: expected a policy or a set of module classes, such as "
+            f"{{{policy.__name__}}}."
+        )
     if callable(policy):
         return cast("Callable[..., bool]", policy)
     raise ConfigTypeError(
@@ -381,40 +476,76 @@ def _post_order(root: nn.Module) -> list[nn.Module]:
     return ordered
 
 
-def _select(
-    root: nn.Module,
-    policy: Callable[..., bool],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-) -> list[nn.Module]:
-    """Ask a policy function about every module below ``root``, children before parents."""
-    chosen: list[nn.Module] = []
-    wrapped: dict[nn.Module, int] = {}
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether ``module`` is a container without a forward: hooks on it would never run."""
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
 
-    def numel_of(module: nn.Module) -> int:
-        return sum(param.numel() for param in module.parameters() if param not in ignored_params)
 
-    def visit(module: nn.Module, *, is_root: bool) -> int:
-        """Elements below ``module`` that units own afterwards."""
-        if module in wrapped:
-            return wrapped[module]
-        total = numel_of(module)
-        below = 0
-        if _ask(policy, module, True, total):
-            for child in module.children():
-                if child not in ignored_modules:
-                    below += visit(child, is_root=False)
-            if not is_root and _ask(policy, module, False, total - below):
-                chosen.append(module)
-                below = total
-        elif not is_root and _ask(policy, module, False, total):
-            chosen.append(module)
-            below = total
-        wrapped[module] = below
-        return below
+def _check_is_called(module: nn.Module, root: nn.Module) -> None:
+    if _is_never_called(module):
+        raise ConfigError(
+            f"auto_wrap_policy chose {_place(root, module)}, whose forward is never called, so nothing would gather "
+            "its parameters: choose the modules in it, or the module that holds it."
+        )
 
-    visit(root, is_root=True)
-    return chosen
+
+@dataclass
+class _Selection:
+    """What a policy function chooses, asked about children before their parents.
+
+    Attributes:
+        policy: The function.
+        root: The top of the tree.
+        ignored_modules: Modules not to ask about.
+        ignored_params: Parameters that do not count.
+        modules: The chosen modules, inner ones first.
+        params: The parameters in them.
+    """
+
+    policy: Callable[..., Any]
+    root: nn.Module
+    ignored_modules: set[nn.Module]
+    ignored_params: set[nn.Parameter]
+    modules: list[nn.Module] = field(default_factory=list)
+    params: set[nn.Parameter] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._ask = _Question(self.policy, self.root)
+        self._seen: set[nn.Module] = set()
+        # These two choose by nothing that a user could have meant a container by.
+        self._passes_over = _function_of(self.policy) in (
+            always_wrap_policy,
+            size_based_auto_wrap_policy,
+        )
+
+    def visit_children_of(self, module: nn.Module) -> bool:
+        """Ask about what is below ``module``; whether the policy wants ``module`` considered at all."""
+        self._seen.add(module)
+        if not self._ask(module, True, _numel(self._params_of(module))):
+            return False
+        for child in module.children():
+            if child not in self.ignored_modules and child not in self._seen:
+                self.visit(child)
+        return True
+
+    def visit(self, module: nn.Module) -> None:
+        """Ask about everything below ``module`` and then about itself."""
+        if not self.visit_children_of(module):
+            return
+        params = self._params_of(module)
+        if not self._ask(module, False, _numel(params - self.params)):
+            return
+        if _is_never_called(module) and self._passes_over:
+            return
+        self.modules.append(module)
+        self.params |= params
+
+    def _params_of(self, module: nn.Module) -> set[nn.Parameter]:
+        return {param for param in module.parameters() if param not in self.ignored_params}
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
 
 
 def _with_uncast_classes(
@@ -423,7 +554,10 @@ def _with_uncast_classes(
     ignored_modules: set[nn.Module],
     root_kwargs: dict[str, Any],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Make units of their own, computing in full precision, of the classes mixed precision leaves alone."""
+    """Make units of their own, computing in full precision, of the classes mixed precision leaves alone.
+
+    A precision that the policy itself gives such a module wins.
+    """
     precision = root_kwargs.get("mixed_precision")
     if precision is None or (precision.param_dtype is None and precision.buffer_dtype is None):
         return chosen
@@ -440,11 +574,11 @@ def _with_uncast_classes(
         f"{sorted({type(module).__name__ for module in uncast})}: these are wrapped as units of their own and "
         "compute in full precision.",
         FsdpWarning,
-        stacklevel=4,
+        stacklevel=5,  # where the user wraps: below are the constructor, plan_overrides and select_units
     )
     every = {
         **chosen,
-        **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in uncast},
+        **{module: {"mixed_precision": None, **chosen.get(module, {})} for module in uncast},
     }
     return {module: every[module] for module in _post_order(root) if module in every}
 
@@ -468,7 +602,14 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 
     Raises:
         UnsupportedError: If contexts are nested.
+        ConfigTypeError: If ``wrapper_cls`` can not be called.
+
+    Example:
+        >>> with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
+        ...     layer = wrap(nn.Linear(8, 8))
     """
+    if not callable(wrapper_cls):
+        raise ConfigTypeError(f"wrapper_cls is {wrapper_cls!r}: expected a wrapper class.")
     if _ConfigAutoWrap.in_autowrap_context:
         raise UnsupportedError(
             "You are already within an autowrap context and nesting is not supported."
@@ -521,43 +662,39 @@ def _recursive_wrap(
                 raise ConfigError(
                     f"Child module {name} is already wrapped by {wrapper_cls.__name__}."
                 )
-    units = _select(module, auto_wrap_policy, ignored_modules, ignored_params)
+    selection = _Selection(auto_wrap_policy, module, ignored_modules, ignored_params)
+    (selection.visit_children_of if only_wrap_children else selection.visit)(module)
+    numel = _numel(selection.params)  # before wrapping, which may shard them
     done: dict[nn.Module, nn.Module] = {}
-    for unit in units:
+    for unit in selection.modules:
         _replace_children(unit, done)
         done[unit] = _wrap(unit, wrapper_cls, **kwargs)
-    _replace_children(module, done)
-    total = sum(param.numel() for param in module.parameters() if param not in ignored_params)
-    rest = total - sum(_outermost_numel(module, set(done.values()), ignored_params))
-    if not only_wrap_children and _ask(auto_wrap_policy, module, False, rest):
-        return _wrap(module, wrapper_cls, **kwargs), total
-    return module, total - rest
+    if module not in done:
+        _replace_children(module, done)
+    return done.get(module, module), numel
 
 
 def _replace_children(root: nn.Module, done: dict[nn.Module, nn.Module]) -> None:
-    finished = set(done.values())
-
-    def visit(module: nn.Module) -> None:
+    """Put the wrappers ``done`` in the places of their modules, wherever below ``root``."""
+    for module in [root, *_unwrapped_below(root, set(done.values()))]:
         table = _torch.child_table(module)
         for name, child in table.items():
-            if child is None or child in finished:
-                continue
-            visit(child)
-            table[name] = done.get(child, child)
+            if child is not None:
+                table[name] = done.get(child, child)
+
+
+def _unwrapped_below(root: nn.Module, wrappers: set[nn.Module]) -> list[nn.Module]:
+    """Modules below ``root`` that are neither wrappers nor inside one."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in wrappers and child not in found:
+                found[child] = None
+                visit(child)
 
     visit(root)
-
-
-def _outermost_numel(
-    module: nn.Module, wrapped: set[nn.Module], ignored_params: set[nn.Parameter]
-) -> list[int]:
-    if module in wrapped:
-        return [sum(param.numel() for param in module.parameters() if param not in ignored_params)]
-    return [
-        numel
-        for child in module.children()
-        for numel in _outermost_numel(child, wrapped, ignored_params)
-    ]
+    return list(found)
 
 
 def _wrap_module_cls_individually(

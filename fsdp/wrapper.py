@@ -167,12 +167,10 @@ class FullyShardedDataParallel(nn.Module):
             module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override
         )
         earlier = _outermost_units(module)
-        built = build_units(module, overrides, ignored, _is_wrapped)
         check_no_foreign_ties(
-            [unit for outer in earlier for unit in outer.root.units],
-            built.values(),
-            lambda unit: unit.name,
+            module, [unit for outer in earlier for unit in outer.root.units], _is_wrapped
         )
+        built = build_units(module, overrides, ignored, _is_wrapped)
         wrappers = {
             child: _wrap_child(type(self), child, unit, overrides[child])
             for child, unit in built.items()
@@ -259,6 +257,7 @@ class FullyShardedDataParallel(nn.Module):
         With ``use_orig_params`` these are the original parameters, each over this rank's piece (1-D, possibly
         empty), otherwise the flat ones.  Collective: none.
         """
+        self._unit.root.recover()
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_tensor_name(name), param
 
@@ -438,12 +437,10 @@ class FullyShardedDataParallel(nn.Module):
         if not callable(hook):
             raise ConfigError(f"The communication hook must be callable but got {hook!r}.")
         if not self.check_is_root():
-            raise TrainingStateError(
-                "register_comm_hook can only be called on a root instance: the outermost wrapper."
-            )
+            raise TrainingStateError("register_comm_hook can only be called on a root instance.")
         units = _units_in(self)
         if any(unit.comm_hook is not None for unit in units):
-            raise TrainingStateError("A communication hook is already registered.")
+            raise TrainingStateError("A communication hook is already registered")
         if self._unit.root.started:
             raise TrainingStateError("Register the communication hook before the first forward.")
         for unit in units:
@@ -501,9 +498,13 @@ class FullyShardedDataParallel(nn.Module):
             destination, prefix, keep_vars = (*args, prefix, keep_vars)[:3]
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
-        saved: dict[str, Any] = self._fsdp_wrapped_module.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
+        try:
+            saved: dict[str, Any] = self._fsdp_wrapped_module.state_dict(
+                destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        except BaseException:
+            self._unit.root.close_saves()
+            raise
         for hook in self._state_dict_hooks.values():
             saved = hook(self, saved, prefix, {}) or saved
         for key in [key for key in saved if f".{COMPILED_MODULE}." in f".{key}"]:
@@ -788,6 +789,10 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _comm_hook(self) -> Callable[..., None] | None:
         return self._unit.comm_hook
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Callable[..., None] | None) -> None:
+        self._unit.comm_hook = hook
 
     @property
     def _comm_hook_state(self) -> Any:

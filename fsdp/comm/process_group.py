@@ -42,6 +42,10 @@ def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collect
     """
     if group is None or group.size() == 1:
         return Loopback()
+    if not _torch.is_process_group(group):
+        return NativeCollectives(
+            group, device
+        )  # a stand-in with rank and size, for planning without communication
     if _torch.group_backend(group, _backend_device(group, device)) == "gloo":
         on_host = PointToPointCollectives(group)
         return on_host if device.type == "cpu" else StagedCollectives(on_host)

@@ -58,7 +58,8 @@ def resolve_axes(
         raise ConfigError(
             "Cannot pass both process_group and device_mesh: a mesh brings its own groups."
         )
-    if not dist.is_available() or not dist.is_initialized():
+    given = process_group is not None or device_mesh is not None
+    if not given and not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             describe(
                 "Default process group has not been initialized",
@@ -83,7 +84,10 @@ def _single_group(process_group: Any, device_mesh: DeviceMesh | None) -> Process
         return device_mesh.get_group()
     if process_group is None:
         return _torch.default_group()
-    if not isinstance(process_group, dist.ProcessGroup):
+    if not (
+        callable(getattr(process_group, "rank", None))
+        and callable(getattr(process_group, "size", None))
+    ):
         raise ConfigTypeError(
             f"process_group is a {type(process_group).__name__}: expected a ProcessGroup that this rank belongs to."
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import UsageError, describe
-from .layout import FlatLayout, Piece, Slot, Span, build_layout
+from .layout import FlatLayout, Piece, Slot, build_layout
 from .parameter import (
     FlatParameter,
     FlatParamShardMetadata,
@@ -27,7 +27,6 @@ from .views import Exposure, ShardedStandIn, slot_view
 __all__ = ["FlatParamHandle"]
 
 _ALIGNMENT_BYTES = 16
-_NOTHING = Span(0, 0)
 
 
 class FlatParamHandle:
@@ -62,10 +61,15 @@ class FlatParamHandle:
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
+        self._version: int | None = None
+        self._leaf_versions = 0
         self.layout: FlatLayout
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
-            itemsize = (self._low_precision or first.dtype).itemsize
+            # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.
+            itemsize = (
+                (self._low_precision or first.dtype).itemsize if orig_mode else _ALIGNMENT_BYTES
+            )
             self.layout = build_layout(
                 tuple(tuple(source.shape) for source in sources),
                 tuple(tuple(source.stride()) for source in sources),
@@ -228,6 +232,25 @@ class FlatParamHandle:
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
         out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
 
+    def remember_version(self) -> None:
+        """Note the values a forward is about to use."""
+        self._version = self._current_version()
+
+    def changed_since_forward(self) -> bool:
+        """Whether the shard has been written in place since :meth:`remember_version`."""
+        return self._version is not None and self._version != self._current_version()
+
+    def _current_version(self) -> int:
+        return sum(_torch.version_of(param) for param in self.exposed)
+
+    def keep_leaf_edits(self) -> None:
+        """If module code wrote into its parameters in place, write this rank's slice back to the shard."""
+        versions = sum(_torch.version_of(leaf) for leaf in self.unsharded.leaves)
+        if versions != self._leaf_versions:
+            self._leaf_versions = versions
+            with torch.no_grad():
+                self.flat_param.data.copy_(self.unsharded.slices[self.rank])
+
     # -- exposure --------------------------------------------------------------------------------------------------
 
     def expose_leaves(self) -> None:
@@ -289,6 +312,8 @@ class FlatParamHandle:
         """Views of ``shard`` ``[shard_numel]``, one for each exposed parameter and of its shape."""
         if not self.orig_mode:
             return [shard]
+        if self.layout.world_size == 1:
+            return [slot_view(shard, slot) for slot in self.layout.slots]
         parts = shard.split_with_sizes(self._split_sizes)
         return [parts[pick] for pick in self._split_picks]
 
@@ -364,6 +389,8 @@ class FlatParamHandle:
         hidden: list[torch.Tensor] = list(self._stand_ins)
         if self.orig_mode:
             hidden = [managed.param for managed in self.params]
+        self._version = None
+        self._leaf_versions = sum(_torch.version_of(leaf) for leaf in self.unsharded.leaves)
         per_site = [index for index, managed in enumerate(self.params) for _ in managed.sites]
         self._leaf_writes = self._exposure.prepare(self.unsharded.leaves[i] for i in per_site)
         self._sharded_writes = self._exposure.prepare(hidden[i] for i in per_site)
@@ -387,9 +414,9 @@ class FlatParamHandle:
         """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
         shard = self.flat_param.data
         self.flat_param._local_shard = shard  # noqa: SLF001 the reference's name
-        for managed, piece in zip(self.params, self.pieces, strict=True):
-            span = piece.in_shard if self.orig_mode else _NOTHING
-            managed.param.data = shard[span.start : span.stop]
+        pieces = self.split_shard(shard) if self.orig_mode else [shard[:0]] * len(self.params)
+        for managed, piece in zip(self.params, pieces, strict=True):
+            managed.param.data = piece
         self._watched: list[nn.Parameter] = self.exposed
         self._pointers = [param.data_ptr() for param in self._watched]
         self._wanted_grads = [param.requires_grad for param in self._watched]
@@ -409,7 +436,7 @@ class FlatParamHandle:
         if tuple(value.shape) == slot.shape and value.numel() != piece.in_slot.numel:
             return _in_memory_order(_dense(value))[piece.in_slot.start : piece.in_slot.stop]
         if value.numel() == piece.in_slot.numel:
-            return value.reshape(-1)
+            return _in_memory_order(_dense(value))
         raise self._refusal(managed, slot, current)
 
     def _refusal(self, managed: ManagedParam, slot: Slot, current: object) -> UsageError:

@@ -11,6 +11,7 @@ Note [Exposure]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -128,6 +129,11 @@ class Exposure:
         for table, name, tensor in writes:
             table[name] = tensor
         for module in self._recurrent:
-            module.__dict__["_flat_weights"] = [
+            weights = [
                 getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
+            ]
+            module.__dict__["_flat_weights"] = weights
+            # Without matching references the module takes its weights for replaced and, on CUDA, moves them.
+            module.__dict__["_flat_weight_refs"] = [
+                None if weight is None else weakref.ref(weight) for weight in weights
             ]

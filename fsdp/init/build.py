@@ -6,7 +6,7 @@ Peak memory is the shards so far plus one unit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,6 +274,8 @@ def compute_device(
 def _device_from(device_id: object) -> torch.device | None:
     if device_id is None:
         return None
+    if isinstance(device_id, str):
+        device_id = torch.device(device_id)
     if isinstance(device_id, bool) or not isinstance(device_id, int | torch.device):
         raise ConfigTypeError(
             f"device_id is a {type(device_id).__name__}: expected an int or a torch.device."
@@ -314,28 +316,56 @@ def check_not_wrapped(module: nn.Module, is_wrapped: Callable[[nn.Module], bool]
         )
     if earlier is not None:
         earlier.remove_hooks()
+    _check_no_strays(module, "", is_wrapped)
+
+
+def _check_no_strays(module: nn.Module, name: str, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    """Raise if a module below is managed by a wrapper that is not in the tree: nobody would train its parameters."""
+    for child_name, child in module.named_children():
+        if is_wrapped(child):
+            continue
+        unit = unit_of(child)
+        if unit is not None and unit.handles:
+            raise ConfigError(
+                describe(
+                    f"the submodule {join_names(name, child_name)!r} ({type(child).__name__}) is wrapped already, but "
+                    "its wrapper is not in the module",
+                    remedy="Put the wrapper that FSDP(...) returned in the submodule's place.",
+                )
+            )
+        _check_no_strays(child, join_names(name, child_name), is_wrapped)
+
+
+def _parameters_outside(
+    module: nn.Module, name: str, is_wrapped: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters below ``module`` that are not below a wrapper."""
+    if is_wrapped(module):
+        return
+    for param_name, param in module.named_parameters(recurse=False):
+        yield join_names(name, param_name), param
+    for child_name, child in module.named_children():
+        yield from _parameters_outside(child, join_names(name, child_name), is_wrapped)
 
 
 def check_no_foreign_ties(
-    units: Iterable[Unit], owned: Iterable[Unit], name_of: Callable[[Unit], str]
+    module: nn.Module, earlier: Iterable[Unit], is_wrapped: Callable[[nn.Module], bool]
 ) -> None:
-    """Raise if a parameter of ``owned`` units also belongs to one of the earlier wrapped ``units``.
+    """Raise if a parameter below ``module`` is tied to one that a wrapper made earlier manages.
 
     Raises:
-        ConfigError: Naming the tied parameters.
+        ConfigError: Naming the tied parameters; nothing has been changed yet.
     """
     theirs = {
-        managed.param: join_names(name_of(unit), managed.fqn)
-        for unit in units
+        managed.param: join_names(unit.name, managed.fqn)
+        for unit in earlier
         for handle in unit.handles
         for managed in handle.params
     }
     ties = [
-        f"{theirs[managed.param]} = {managed.fqn}"
-        for unit in owned
-        for handle in unit.handles
-        for managed in handle.params
-        if managed.param in theirs
+        f"{theirs[param]} = {name}"
+        for name, param in _parameters_outside(module, "", is_wrapped)
+        if param in theirs
     ]
     if ties:
         raise ConfigError(

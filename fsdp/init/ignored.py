@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, FsdpWarning
@@ -18,12 +19,14 @@ class Ignored:
     """What is left alone, by identity.
 
     Attributes:
-        modules: Ignored modules with everything below them.
+        modules: Ignored modules with everything below them, except what a wrapper below them manages.
         params: Their parameters, and parameters ignored one by one.
+        buffers: Their buffers.
     """
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
+    buffers: set[torch.Tensor]
 
 
 def resolve_ignored(
@@ -33,15 +36,26 @@ def resolve_ignored(
     *,
     is_wrapped: Callable[[nn.Module], bool],
 ) -> Ignored:
-    """Turn the two arguments into sets.  Collective: none.
+    """Turn the two arguments into sets.
+
+    Collective: none.
+
+    Args:
+        root: The module that is being wrapped.
+        ignored_modules: The constructor's argument: any iterable of modules.
+        ignored_states: The constructor's argument: any iterable of either modules or parameters.
+        is_wrapped: Whether a module is a wrapper.
 
     Raises:
         ConfigTypeError: If an argument is not iterable or holds something else.
         ConfigError: If both are given, kinds are mixed, or a wrapper is to be ignored.
+
+    Warns:
+        FsdpWarning: If ``root`` itself is ignored.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ConfigError(
-            "Cannot pass both ignored_modules and ignored_states: pass ignored_states alone."
+            "Cannot pass both ignored_modules and ignored_states at the same time: pass ignored_states alone."
         )
     name = "ignored_modules" if ignored_states is None else "ignored_states"
     listed = _listed(name, ignored_modules if ignored_states is None else ignored_states)
@@ -63,20 +77,21 @@ def resolve_ignored(
             "Trying to ignore the top-level module passed into the FSDP constructor itself: all of its parameters "
             "stay as they are.",
             FsdpWarning,
-            stacklevel=4,
+            stacklevel=3,  # where the user wraps
         )
     below: set[nn.Module] = set()
     for module in modules:
         _collect(module, below, is_wrapped)
     owned = {param for module in below for param in module.parameters(recurse=False)}
-    return Ignored(below, owned | set(params))
+    buffers = {buffer for module in below for buffer in module.buffers(recurse=False)}
+    return Ignored(below, owned | set(params), buffers)
 
 
 def _listed(name: str, items: Iterable[object] | None) -> list[object]:
     if items is None:
         return []
-    if isinstance(items, nn.Parameter):
-        raise ConfigTypeError(f"`{name}` should be an iterable but got one parameter.")
+    if isinstance(items, torch.Tensor | str):  # iterable, but not over what is meant
+        raise ConfigTypeError(f"`{name}` should be an iterable but got one {type(items).__name__}.")
     try:
         return list(items)
     except TypeError:

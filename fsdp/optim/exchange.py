@@ -10,7 +10,8 @@ Note [Bytes on the wire]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from .packed import flat_view, is_dense
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["Wire", "make_wire"]
+__all__ = ["Wire", "host_wire", "make_wire"]
 
 _SMALL_NBYTES = 32 << 10  # below this, tensors of one dtype travel packed
 _WINDOW_NBYTES = 64 << 20  # staged on an accelerator at a time
@@ -169,8 +170,10 @@ class _GlooWire:
         if self._rank in targets:
             for owner in self._peers:
                 direct, parcels = _messages(tensors_by_rank[owner])
-                for message in (*direct, *(parcel.buffer for parcel in parcels)):
-                    works.append(self._group.recv([message], owner, tag))
+                works += [
+                    self._group.recv([message], owner, tag)
+                    for message in (*direct, *(parcel.buffer for parcel in parcels))
+                ]
                 unpack += [parcel.empty for parcel in parcels]
                 kept.append(direct)
         if receivers:
@@ -269,10 +272,10 @@ class _NativeWire:
                     parcel.fill()
                 else:
                     unpack.append(parcel.empty)
-            for message in (*direct, *(parcel.buffer for parcel in parcels)):
-                launches.append(
-                    lambda message=message, owner=owner: self._broadcast(message, owner)
-                )
+            launches += [
+                partial(self._broadcast, message, owner)
+                for message in (*direct, *(parcel.buffer for parcel in parcels))
+            ]
         return _Pending(self._launch(launches), unpack)
 
     def send_to(
@@ -280,8 +283,12 @@ class _NativeWire:
     ) -> Work:
         if self._rank != target:
             for window in _windows(tensors_by_rank[self._rank]):
-                staged = [self._to_device(tensor) for tensor in window]
-                self._wait([lambda t=t: self._group.send([t], target, tag) for t in staged])
+                self._wait(
+                    [
+                        partial(self._group.send, [self._to_device(tensor)], target, tag)
+                        for tensor in window
+                    ]
+                )
             return _Pending(())
         owners = [rank for rank in range(len(tensors_by_rank)) if rank != target]
         queues = {owner: _windows(tensors_by_rank[owner]) for owner in owners}
@@ -292,18 +299,14 @@ class _NativeWire:
                 for tensor in queue[step] if step < len(queue) else ():
                     staged = self._to_device(torch.empty_like(tensor, device=self._device))
                     received.append((tensor, staged))
-                    launches.append(lambda t=staged, owner=owner: self._group.recv([t], owner, tag))
+                    launches.append(partial(self._group.recv, [staged], owner, tag))
             self._wait(launches)
             for tensor, staged in received:
                 flat_view(tensor).view(torch.uint8).copy_(staged)
         return _Pending(())
 
     def reduce(self, runs: Sequence[tuple[int, torch.Tensor]], tag: int = 0) -> Work:
-        return _Pending(
-            self._launch(
-                [lambda owner=owner, run=run: self._reduce(owner, run) for owner, run in runs]
-            )
-        )
+        return _Pending(self._launch([partial(self._reduce, owner, run) for owner, run in runs]))
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return _as_bytes(tensor.to(self._device))
@@ -317,7 +320,7 @@ class _NativeWire:
     def _reduce(self, owner: int, run: torch.Tensor) -> Work:
         if owner < 0:
             return _torch.all_reduce(self._group, run, dist.ReduceOp.SUM)
-        options = dist.ReduceOptions()
+        options: Any = dist.ReduceOptions()
         options.rootRank = owner
         options.reduceOp = dist.ReduceOp.SUM
         work: Work = self._group.reduce([run], options)
@@ -347,3 +350,16 @@ def _windows(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         windows[-1].append(tensor)
         filled += tensor.nbytes
     return windows
+
+
+def host_wire(group: ProcessGroup, device: torch.device) -> Wire:
+    """The wire of ``group`` for tensors in host memory; staged on ``device`` where the backend needs that.
+
+    Collective: none.
+    """
+    host = torch.device("cpu")
+    try:
+        _torch.group_backend(group, host)
+    except RuntimeError:
+        return _NativeWire(group, device)
+    return make_wire(group, host)

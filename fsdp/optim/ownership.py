@@ -196,6 +196,10 @@ class Ownership:
         slices = self._rows[param].slices
         return slices[0].rank if slices else 0
 
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` was given to any rank."""
+        return param in self._rows
+
     def slices(self, param: torch.Tensor) -> tuple[Slice, ...]:
         """Who owns which elements of ``param``; empty for a parameter that was never given."""
         row = self._rows.get(param)
@@ -210,8 +214,7 @@ class Ownership:
         if not self._by_element:
             return self.by_rank[self._rank]
         return [
-            [piece.tensor for piece in self.pieces(params)]
-            for params in self._groups_in_order()
+            [piece.tensor for piece in self.pieces(params)] for params in self._groups_in_order()
         ]
 
     def _groups_in_order(self) -> list[list[torch.Tensor]]:
@@ -258,9 +261,7 @@ class _Run:
     stop: int
 
     def touches(self, other: _Run) -> bool:
-        return (
-            self.packed is not None and self.packed is other.packed and self.stop == other.start
-        )
+        return self.packed is not None and self.packed is other.packed and self.stop == other.start
 
     def tensor(self) -> torch.Tensor:
         return self.param if self.packed is None else self.packed.flat[self.start : self.stop]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Slice", "assign_parameters", "cut_elements", "split_evenly"]
 
@@ -70,7 +71,7 @@ def split_evenly(total: int, world_size: int) -> list[tuple[int, int]]:
         [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     bounds = [rank * total // world_size for rank in range(world_size + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def cut_elements(numels: Sequence[int], world_size: int) -> list[tuple[Slice, ...]]:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NOT_SHARED", "check_fits", "consolidate", "local_state_dict", "pack_groups"]
 
-NOT_SHARED = frozenset({"params", "param_names"})  # what an exposed group and a local one have each for themselves
+NOT_SHARED = frozenset(
+    {"params", "param_names"}
+)  # what an exposed group and a local one have each for themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def consolidate(
         place.copy_(tensor)
     for receiver in range(group.size()) if target is None else [target]:
         tensors = incoming if receiver == rank else [own_tensors] * group.size()
-        wire.send_to(receiver, tensors, tag=receiver).wait()
+        wire.send_to(receiver, tensors).wait()
     return dict(sorted(room.state.items()))
 
 
@@ -299,4 +301,3 @@ def _cut(piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
             "element-wise sharding cuts tensors of the parameter's shape only. Use partition='parameter'."
         )
     return like_storage_of(tensor, piece.param)[piece.start : piece.stop].clone()
-

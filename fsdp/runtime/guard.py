@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import UsageError, describe
 
-__all__ = ["remember_left_behind"]
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["remember_accumulating", "remember_left_behind"]
 
 
 class _LeftBehind:
@@ -33,16 +36,22 @@ class _LeftBehind:
 
     def add(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
         """Remember parameters for as long as anybody else does."""
+        self.install()
+        for param, name in params:
+            self._names[id(param)] = (weakref.ref(param, partial(self._forget, id(param))), name)
+
+    def install(self) -> None:
+        """Have torch call :meth:`_check` before every optimizer step."""
         if not self._installed:
             self._installed = True
             register_optimizer_step_pre_hook(self._check)
-        for param, name in params:
-            self._names[id(param)] = (weakref.ref(param, partial(self._forget, id(param))), name)
 
     def _forget(self, key: int, _: weakref.ref[nn.Parameter]) -> None:
         self._names.pop(key, None)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _accumulating:
+            _check_reduced(optimizer)
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)
@@ -67,6 +76,30 @@ class _LeftBehind:
 
 
 _left_behind = _LeftBehind()
+_accumulating: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    for unit in list(_accumulating):
+        if not unit.accumulating:
+            _accumulating.discard(unit)
+            continue
+        ours = {id(param) for handle in unit.handles for param in handle.exposed}
+        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(
+                describe(
+                    "the optimizer steps while gradients of no_sync backwards are still unreduced",
+                    unit=unit.name,
+                    remedy="Run the last backward of the accumulation outside no_sync, or zero the gradients.",
+                ),
+                unit=unit.name,
+            )
+
+
+def remember_accumulating(unit: Unit) -> None:
+    """Have optimizers refuse to step while ``unit`` holds gradients that ``no_sync`` left unreduced."""
+    _accumulating.add(unit)
+    _left_behind.install()
 
 
 def remember_left_behind(params: Iterable[tuple[nn.Parameter, str]]) -> None:

@@ -69,29 +69,32 @@ class Mark:
     """The gradient a parameter shows while its new one is still unsharded; a user's ``zero_grad`` leaves a trace on it.
 
     Attributes:
-        grad: The gradient it had before, or zeros if it had none.
+        grad: The gradient it had before, or NaN if it had none.
         version: That tensor's version.
         invented: Whether it had none.
+        nonzero: Whether any element was not zero; if none was, zeroing can not be told from other writes.
     """
 
     grad: torch.Tensor
     version: int
     invented: bool
+    nonzero: bool
 
     @classmethod
     def put_on(cls, param: nn.Parameter) -> Mark:
         """Give ``param`` a gradient if it has none, and remember what it is."""
         invented = param.grad is None
         if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        return cls(param.grad, _torch.version_of(param.grad), invented)
+            # NaN, so that zeroing it and scaling it leave different traces, and stepping on it would not go unnoticed.
+            param.grad = torch.full_like(param, float("nan"))
+        return cls(param.grad, _torch.version_of(param.grad), invented, bool(param.grad.any()))
 
     def take_off(self, param: nn.Parameter) -> bool:
         """Take an invented gradient away again; returns whether the user zeroed the gradient in the meantime."""
         if param.grad is None:
             return True
         changed = param.grad is not self.grad or _torch.version_of(self.grad) != self.version
-        zeroed = changed and not bool(param.grad.any())
+        zeroed = changed and self.nonzero and not bool(param.grad.any())
         if self.invented and not zeroed:
             param.grad = None
         return zeroed
@@ -161,7 +164,6 @@ class Reduction:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
-        self._needs_agreement = not all(all(part.used) for part in self._parts)
         self._reduced_over_shards = False
         self._work = unit.root.streams.run_reduce(self._launch, self._finish)
 
@@ -169,6 +171,9 @@ class Reduction:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
         with naming_failures(f"reducing the gradients of unit {self._unit.name or '<root>'!r}"):
             self._work.wait()
+        self._work = (
+            DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
+        )
         pool = self._unit.root.pool
         for part in self._parts:
             if part.pooled:
@@ -216,27 +221,10 @@ class Reduction:
         unit = self._unit
         if self._reduced_over_shards:
             unit.replicate.all_reduce([part.out for part in self._parts]).wait()
-        if self._needs_agreement:
-            self._agree_on_use()
         for part in self._parts:
             if unit.postdivide != 1.0 and unit.comm_hook is None:
                 part.out.div_(unit.postdivide)
             dtype = unit.grad_dtype(part.handle)
             grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
             publish(part.handle, grad, part.used)
-
-    def _agree_on_use(self) -> None:
-        """A parameter counts as used if any rank used it.  Only reached when this rank left one out."""
-        unit = self._unit
-        if not any(part.handle.orig_mode for part in self._parts):
-            return
-        flags = torch.tensor(
-            [used for part in self._parts for used in part.used],
-            dtype=torch.uint8,
-            device=self._parts[0].out.device,
-        )
-        unit.shard.all_reduce([flags], op="max").wait()
-        unit.replicate.all_reduce([flags], op="max").wait()
-        agreed = iter(flags.tolist())
-        for part in self._parts:
-            part.used = [bool(next(agreed)) for _ in part.used]
+            unit.root.usage.note(part.handle, grad, part.used)

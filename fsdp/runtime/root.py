@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 
 import torch
 
@@ -18,6 +21,7 @@ from .buffers import BufferPool
 from .reduction import Reduction
 from .streams import Streams, streams_for
 from .unit import Residency, Unit
+from .usage import Usage, agree
 
 __all__ = ["Root"]
 
@@ -47,12 +51,17 @@ class Root:
         self.order = ExecutionOrder()
         self.streams: Streams = streams_for(units[0].config.device)
         self.pool = BufferPool()
+        self.usage = Usage()
         self.stack: list[Unit] = []
         self.backward_running = False
         self.started = False
         self.entered_with_grad = False
+        self._entry_frame: FrameType | None = None
+        self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
         self._in_flight: deque[Reduction] = deque()
+        self._abandoned: list[Reduction] = []
+        self._backward_frame: FrameType | None = None
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.root = self
             unit.index = index
@@ -63,6 +72,7 @@ class Root:
     @property
     def training_state(self) -> TrainingState:
         """What is going on."""
+        self.recover()
         if self.stack or self.backward_running:
             return TrainingState.FORWARD_BACKWARD
         if any(unit.summoned for unit in self.units):
@@ -75,8 +85,7 @@ class Root:
         Raises:
             TrainingStateError: Naming ``action`` and the unit that is running.
         """
-        if self.backward_running and not _torch.in_backward():
-            self.reset()  # an earlier backward failed
+        self.recover()
         if self.stack or self.backward_running:
             running = self.stack[-1].name if self.stack else None
             raise TrainingStateError(
@@ -99,10 +108,10 @@ class Root:
                     precision.cast_buffers(unit)
         if _torch.in_backward():
             return
-        if self.backward_running:
-            self.reset()
-        for close in reversed(self.open_saves):
-            close()  # a state_dict() failed half way
+        self.recover()
+        self._entry_frame = _caller_of_caller()
+        self._owner = threading.get_ident()
+        self.close_saves()
         self.entered_with_grad = torch.is_grad_enabled()
         for unit in self.units:
             unit.reshard()
@@ -110,9 +119,15 @@ class Root:
             self.order.start_iteration()
         self.streams.start_step()
 
+    def close_saves(self) -> None:
+        """Put the parameters back that a ``state_dict()`` which failed half way has left summoned."""
+        for close in reversed(self.open_saves):
+            close()
+
     def end_forward(self) -> None:
         """The last unit of a forward is left: free what was gathered ahead and not used."""
         if not _torch.in_backward():
+            self._entry_frame = None
             for unit in self.units:
                 if unit.residency is Residency.GATHERING:
                     unit.reshard()
@@ -140,7 +155,18 @@ class Root:
     def begin_backward(self) -> None:
         """The first unit of a backward is reached."""
         self.backward_running = True
+        self._backward_frame = _engine_frame()
         _torch.queue_end_of_backward(self.end_backward)
+
+    def backward_was_lost(self) -> bool:
+        """Whether the backward that began is not the one that runs now, nor around it: it has failed.
+
+        Only known where hooks run below the Python frame that called ``backward``, as they do on the CPU.
+        """
+        frame = self._backward_frame
+        if not self.backward_running or frame is None:
+            return False
+        return _engine_frame() is not frame and not _is_running(frame)
 
     def prefetch_backward(self, unit: Unit, moment: BackwardPrefetch) -> None:
         """Start gathering what finished its forward before ``unit``, if this is the configured moment."""
@@ -166,9 +192,24 @@ class Root:
             if unit.partly_arrived or (unit.accumulating and unit.sync_gradients):
                 unit.finish_backward()
         self._wait_for_reductions()
+        self._agree_on_use()
         for unit in self.units:
             unit.reshard()
         self.backward_running = False
+        self._backward_frame = None
+
+    def _agree_on_use(self) -> None:
+        """Once for all units of a group, whether or not this rank left anything out."""
+        groups: dict[tuple[int, int, int], list[Unit]] = {}
+        for unit in self.units:
+            trained = any(handle.requires_grad for handle in unit.handles)
+            if trained and unit.config.orig_mode and unit.sync_gradients and unit.world_size > 1:
+                groups.setdefault(unit.group_key, []).append(unit)
+        with torch.no_grad():
+            for members in groups.values():
+                handles = [h for unit in members for h in unit.handles if h.requires_grad]
+                agree(self.usage, handles, (members[0].shard, members[0].replicate))
+        self.usage.clear()
 
     def _wait_for_reductions(self) -> None:
         while self._in_flight:
@@ -176,11 +217,50 @@ class Root:
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
+    def recover(self) -> None:
+        """Reset if a forward or backward has been left by an exception that reached none of the hooks.
+
+        Only the thread that ran the forward can tell.
+        """
+        if _torch.in_backward() or self._owner not in (None, threading.get_ident()):
+            return  # it may well be running, just not here
+        interrupted = bool(self.stack) and not _is_running(self._entry_frame)
+        if self.backward_running or interrupted:
+            self.reset()
+
     def reset(self) -> None:
         """Forget a step that failed half way; published gradients stay.  Collective: none."""
         self.stack.clear()
+        self.usage.clear()
+        self._backward_frame = None
+        # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
+        self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
         self.pool = BufferPool()
         self.backward_running = False
         for unit in self.units:
             unit.reset()
+
+
+def _caller_of_caller() -> FrameType | None:
+    """The frame that called the function that called this function's caller; it runs as long as the forward does."""
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = frame.f_back if frame is not None else None
+    return frame
+
+
+def _engine_frame() -> FrameType | None:
+    """The frame that called into autograd, from a function two calls below an autograd hook; None on its threads."""
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = frame.f_back if frame is not None else None
+    return frame
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is among the callers; a frame left by an exception, KeyboardInterrupt included, is not."""
+    current = inspect.currentframe()
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None

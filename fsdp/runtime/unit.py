@@ -16,11 +16,11 @@ from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
 from ..comm.entry import EntryGate, naming_failures
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ..errors import TrainingStateError, describe
+from ..errors import TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 from . import precision
 from .buffers import GradBuffer
-from .guard import remember_left_behind
+from .guard import remember_accumulating, remember_left_behind
 from .reduction import Accumulated, Mark, collect
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ class Unit:
         self.gradient_divisor: float | None = None
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
         self._active = 0
+        self._shows_leaves = False
+        self._backward_task: int | None = None
+        self._open_uses = 0
         self._work: Work | None = None
         self._accumulated: dict[FlatParamHandle, Accumulated] = {}
         self._leaf_hooks: list[Any] = []
@@ -165,6 +168,7 @@ class Unit:
         Collective: every rank of the shard group.
         """
         if self.residency is Residency.SHARDED:
+            self._check_unchanged()
             self.residency = Residency.GATHERING
             if self._gathers:
                 self._work = self.root.streams.run_gather(self._launch_gather)
@@ -182,12 +186,28 @@ class Unit:
         """Free the gathered parameters.  Collective: none."""
         if self.residency is Residency.SHARDED:
             return
+        if self._shows_leaves and not self._active:
+            self._show_sharded()
         self.wait_unshard()
         self.residency = Residency.SHARDED
         if self._gathers:
             self.root.streams.released()
             for handle in self.handles:
                 handle.unsharded.free()
+
+    def _show_leaves(self) -> None:
+        if not self._shows_leaves:
+            self._shows_leaves = True
+            for handle in self.handles:
+                handle.expose_leaves()
+
+    def _show_sharded(self) -> None:
+        if self._shows_leaves and self.residency is Residency.UNSHARDED:
+            for handle in self._gathered:
+                handle.keep_leaf_edits()
+        self._shows_leaves = False
+        for handle in self.handles:
+            handle.expose_sharded()
 
     def follow_user_changes(self) -> None:
         """Take over parameters that the user replaced, moved or (un)froze since the last forward.
@@ -202,6 +222,25 @@ class Unit:
                 for handle in changed:
                     handle.adopt_changes()
             self._prepare()
+
+    def _check_unchanged(self) -> None:
+        """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
+        if not _torch.in_backward():
+            for handle in self._gathered:
+                handle.remember_version()
+            return
+        for handle in self._gathered:
+            if handle.changed_since_forward():
+                raise UsageError(
+                    describe(
+                        "parameters were modified in place (by an optimizer step, say) between a forward and its "
+                        "backward",
+                        unit=self.name,
+                        fqn=handle.fqns[0],
+                        remedy="Run every backward of a forward before changing parameters.",
+                    ),
+                    unit=self.name,
+                )
 
     def _launch_gather(self) -> Work:
         for handle in self._gathered:
@@ -242,6 +281,8 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         root = self.root
+        if self in root.stack:
+            root.recover()
         entering = not root.stack
         if entering:
             root.begin_forward(self)
@@ -265,9 +306,7 @@ class Unit:
             root.order.begin(self.index)
             root.prefetch_forward(self)
         self._active += 1
-        if self._active == 1:
-            for handle in self.handles:
-                handle.expose_leaves()
+        self._show_leaves()
 
     @_torch.never_compiled
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -277,9 +316,8 @@ class Unit:
         root.stack.pop()
         if self._active:
             self._active -= 1
-            if not self._active:
-                for handle in self.handles:
-                    handle.expose_sharded()
+            if not self._active and not _torch.in_backward():
+                self._show_sharded()
             self._after_use(output)
         if not root.stack:
             root.end_forward()
@@ -294,7 +332,14 @@ class Unit:
         if not torch.is_grad_enabled() and not recomputing:
             # Reentrant checkpointing runs the forward without grad inside one with grad.
             awaited = bool(self.root.stack) and self.root.entered_with_grad
-        keep = (recomputing and torch.is_grad_enabled()) or (
+        if not awaited and torch.is_grad_enabled() and output is not None and self._expected:
+            awaited, opaque = (
+                True,
+                True,
+            )  # whatever holds the output's tensors, nothing tells when they are wanted
+        else:
+            opaque = False
+        keep = (opaque or (recomputing and torch.is_grad_enabled())) or (
             awaited and not self.root.reshards_after_forward(self)
         )
         if not keep and not self._active:
@@ -307,7 +352,7 @@ class Unit:
         is hooked at its base as well, because writing into the view in place replaces the view's own node.
         """
         found = False
-        for tensor in iter_tensors(output):
+        for tensor in (*iter_tensors(output), *self._kept_on_modules()):
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(self._pre_backward)
@@ -318,17 +363,31 @@ class Unit:
                         base.grad_fn.register_prehook(self._pre_backward)
         return found
 
+    def _kept_on_modules(self) -> list[torch.Tensor]:
+        """Tensors that the forward left on the unit's modules (an auxiliary loss, say): a backward may start there."""
+        return [
+            value
+            for module in self.modules
+            for value in vars(module).values()
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        ]
+
     def _hook_inputs(self, inputs: Any) -> None:
         """Free a unit without trainable parameters once the gradients of its inputs are computed.
 
         Nothing arrives on its leaves that would tell, so the node that produced each input does.
         """
-        for tensor in iter_tensors(inputs):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._inputs_done)
+        nodes = [tensor.grad_fn for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
+        if nodes:
+            self._open_uses += 1
+            done = _Once(self._use_done)
+            for node in nodes:
+                node.register_prehook(done)
 
-    def _inputs_done(self, *_: Any) -> None:
-        if self.residency is Residency.UNSHARDED and not self._active:
+    def _use_done(self) -> None:
+        """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
+        self._open_uses = max(0, self._open_uses - 1)
+        if not self._open_uses and self.residency is Residency.UNSHARDED and not self._active:
             self.reshard()
 
     def _check_summoned_forward(self) -> None:
@@ -362,17 +421,24 @@ class Unit:
 
     def _pre_backward(self, *_: Any) -> None:
         root = self.root
+        if root.backward_was_lost():
+            root.reset()
         if not root.backward_running:
             root.begin_backward()
+        self._backward_task = _torch.backward_task()
         if self.residency is not Residency.UNSHARDED:
             self.start_unshard()
             self.wait_unshard()
+        # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
+        self._show_leaves()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
 
     def count_gradient(self) -> None:
         """One more leaf has its gradient."""
         self._missing -= 1
-        if self._missing == 0:
+        # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
+        # leaf; the unit is then finished at the end.
+        if self._missing == 0 and self._backward_task in (None, _torch.backward_task()):
             self.finish_backward()
 
     @property
@@ -389,6 +455,7 @@ class Unit:
         if not root.backward_running:
             root.begin_backward()
         self._missing = self._expected
+        self._backward_task = None
         if self.sync_gradients:
             root.start_reduction(self)
         else:
@@ -446,6 +513,11 @@ class Unit:
             self.comm_hook(self.comm_hook_state, whole)
 
     @property
+    def group_key(self) -> tuple[int, int, int]:
+        """What identifies the ranks of the two axes: equal for units over the same groups."""
+        return id(self.gate), self.shard.size, self.replicate.size
+
+    @property
     def accumulating(self) -> bool:
         """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
         return bool(self._accumulated)
@@ -464,6 +536,7 @@ class Unit:
                 used = [a or b for a, b in zip(now, earlier.used, strict=True)]
             marks = [Mark.put_on(param) for param in handle.exposed]
             self._accumulated[handle] = Accumulated(buffer, used, marks)
+        remember_accumulating(self)
 
     def take_accumulated(self, handle: FlatParamHandle) -> Accumulated | None:
         """What ``no_sync`` left for ``handle``, without the parameters whose gradient the user has zeroed since."""
@@ -473,6 +546,11 @@ class Unit:
         dropped = [
             mark.take_off(param) for param, mark in zip(handle.exposed, kept.marks, strict=True)
         ]
+        if handle.orig_mode:
+            # An empty piece shows nothing of a zero_(); the user zeroes all parameters of a unit or none.
+            held = [piece.in_shard.numel for piece in handle.pieces]
+            rest = any(d for d, numel in zip(dropped, held, strict=True) if numel)
+            dropped = [d or (rest and not n) for d, n in zip(dropped, held, strict=True)]
         if all(dropped):
             return None
         if handle.orig_mode:
@@ -498,6 +576,20 @@ class Unit:
         for handle in self.handles:
             for leaf in handle.unsharded.leaves:
                 leaf.grad = None
-            if not self.summoned:
-                handle.expose_sharded()
+        if not self.summoned:
+            self._show_sharded()
         self.reshard()
+
+
+class _Once:
+    """A hook that calls its function the first time only."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self, *_: Any) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()

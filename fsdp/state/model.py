@@ -65,7 +65,7 @@ class StateHooks:
                     entry = _Entry(handle, index, site.name)
                     self._entries.setdefault(site.module, []).append(entry)
         for module, entries in self._entries.items():
-            if entries or module is unit.module:
+            if entries or module is unit.module or _torch.buffer_table(module):
                 module.register_state_dict_pre_hook(self._before_save)
                 # torch marks public hooks with an attribute, which a bound method does not take.
                 module.register_state_dict_post_hook(partial(self._after_save))
@@ -178,6 +178,7 @@ class StateHooks:
     ) -> None:
         if self._unit.summoned:
             return
+        self._unit.root.recover()
         if module is self._unit.module:
             self._loading_local = self._load_local(state_dict, prefix, error_msgs)
         for entry in self._entries[module]:

@@ -42,7 +42,7 @@ def wrong_types():
         "backward_prefetch": ("pre", True, ShardingStrategy.FULL_SHARD),
         "mixed_precision": (torch.bfloat16, True, "bf16"),
         "ignored_modules": (3, ["out"]),
-        "device_id": (1.5, "cuda"),
+        "device_id": (1.5, [0]),
     }
     for name, values in wrong.items():
         for value in values:
