@@ -300,3 +300,13 @@ def store_of(group: ProcessGroup) -> Store | None:
 def is_process_group(group: object) -> bool:
     """Whether ``group`` is torch's, not a stand-in that only knows rank and size."""
     return isinstance(group, dist.ProcessGroup)
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which torch.compile runs as it is, with everything it calls.
+
+    Why: ``torch.compiler.disable`` imports the compiler when it decorates, this on the first call, which every
+    optimizer's ``zero_grad`` makes anyway.  Removable when the public one does not.
+    """
+    decorated: Callable[..., Any] = torch._compile._disable_dynamo(function)
+    return decorated

@@ -2,7 +2,10 @@
 
 A hook is called as ``hook(state, grad, output)`` for sharded units: reduce ``grad`` ``[world_size * n]`` over the
 group and leave this rank's slice of the mean in ``output`` ``[n]``; and as ``hook(state, grad)`` for ``NO_SHARD``:
-average ``grad`` in place.
+average ``grad`` in place.  What ``grad`` holds after the three-argument call is undefined.
+
+The hooks here work on gloo and NCCL, and return when ``output`` may be read (by the host on the CPU, by the current
+stream elsewhere).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ConfigTypeError, ShardMismatchError
 from .collectives import Reduce
 from .process_group import collectives_for
 
@@ -38,8 +41,17 @@ class DefaultState:
     Args:
         process_group: Ranks to average over.
 
+    Attributes:
+        process_group: The same.
+        world_size: Number of its ranks.
+        gradient_predivide_factor: Gradients are divided by this before the sum.
+        gradient_postdivide_factor: And by this after it.
+
     Raises:
         ConfigError: If ``process_group`` is None.
+
+    Example:
+        >>> model.register_comm_hook(DefaultState(group), reduce_scatter_hook)
     """
 
     __slots__ = (
@@ -52,7 +64,9 @@ class DefaultState:
 
     def __init__(self, process_group: ProcessGroup | None) -> None:
         if process_group is None:
-            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {self}.")
+            raise ConfigError(
+                f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}."
+            )
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor = self._get_gradient_predivide_factor(self.world_size)
@@ -73,7 +87,16 @@ class LowPrecisionState(DefaultState):
 
     Args:
         process_group: Ranks to average over.
-        parameter_type: Dtype gradients are cast back to.
+        parameter_type: Dtype gradients are cast back to, whatever dtype they came in.
+
+    Attributes:
+        parameter_type: The same.
+
+    Raises:
+        ConfigTypeError: If ``parameter_type`` is no dtype.
+
+    Example:
+        >>> model.register_comm_hook(LowPrecisionState(group), bf16_compress_hook)
     """
 
     __slots__ = ("parameter_type",)
@@ -83,12 +106,14 @@ class LowPrecisionState(DefaultState):
         process_group: ProcessGroup | None,
         parameter_type: torch.dtype = torch.float32,
     ) -> None:
+        if not isinstance(parameter_type, torch.dtype):
+            raise ConfigTypeError(f"parameter_type is {parameter_type!r}: expected a torch.dtype.")
         super().__init__(process_group)
         self.parameter_type = parameter_type
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """Average ``grad`` over the group, in place.
+    """Average ``grad`` (any shape) over the group, in place and in its own dtype.
 
     Collective: every rank of the group.
     """
@@ -101,17 +126,25 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
     """Leave this rank's slice of the mean of ``grad`` ``[world_size * n]`` in ``output`` ``[n]``.
 
     Collective: every rank of the group.
+
+    Raises:
+        ShardMismatchError: If ``grad`` does not hold ``world_size`` times what ``output`` does.
     """
-    grad.div_(state.gradient_predivide_factor)
-    slices = grad.split(output.numel()) if output.numel() else ()
-    _collectives(state, grad).reduce_scatter([Reduce(grad, slices, output)]).wait()
+    if grad.numel() != state.world_size * output.numel():
+        raise ShardMismatchError(
+            f"reduce_scatter_hook got a gradient of {grad.numel()} elements and an output of {output.numel()}: the "
+            f"gradient has to be {state.world_size} times (the world size) as long."
+        )
+    whole = grad.div_(state.gradient_predivide_factor).view(-1)
+    slices = whole.split(output.numel()) if output.numel() else ()
+    _collectives(state, grad).reduce_scatter([Reduce(whole, slices, output.view(-1))]).wait()
     output.div_(state.gradient_postdivide_factor)
 
 
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The default hooks with float16 on the wire.
+    """The default hooks with float16 on the wire; the mean is left in ``state.parameter_type``.
 
     Collective: every rank of the group.
     """
@@ -121,7 +154,7 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The default hooks with bfloat16 on the wire.
+    """The default hooks with bfloat16 on the wire; the mean is left in ``state.parameter_type``.
 
     Collective: every rank of the group.
     """
@@ -134,14 +167,24 @@ LOW_PRECISION_HOOKS = [fp16_compress_hook, bf16_compress_hook]
 def _compressed(
     dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
 ) -> None:
-    small = grad.to(dtype)
+    small = torch.empty_like(grad, dtype=dtype).copy_(
+        grad
+    )  # a copy, even of that dtype: `grad` may be lent
     if output is None:
         allreduce_hook(state, small)
-        grad.copy_(small)
-        return
-    small_output = torch.empty_like(output, dtype=dtype)
-    reduce_scatter_hook(state, small, small_output)
-    output.copy_(small_output)
+        _deliver(small, grad, state.parameter_type)
+    else:
+        small_output = torch.empty_like(output, dtype=dtype)
+        reduce_scatter_hook(state, small, small_output)
+        _deliver(small_output, output, state.parameter_type)
+
+
+def _deliver(mean: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> None:
+    """Make ``target`` hold ``mean`` in ``dtype``; in its own memory if it has that dtype."""
+    if target.dtype is dtype:
+        target.copy_(mean)
+    else:
+        target.data = mean.to(dtype)
 
 
 def _collectives(state: DefaultState, grad: torch.Tensor) -> Any:

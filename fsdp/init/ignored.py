@@ -47,8 +47,8 @@ def resolve_ignored(
         is_wrapped: Whether a module is a wrapper.
 
     Raises:
-        ConfigTypeError: If an argument is not iterable or holds something else.
-        ConfigError: If both are given, kinds are mixed, or a wrapper is to be ignored.
+        ConfigTypeError: If an argument is not iterable, holds something else, or mixes parameters and modules.
+        ConfigError: If both are given, or a wrapper is to be ignored.
 
     Warns:
         FsdpWarning: If ``root`` itself is ignored.
@@ -61,21 +61,18 @@ def resolve_ignored(
     listed = _listed(name, ignored_modules if ignored_states is None else ignored_states)
     params = [item for item in listed if isinstance(item, nn.Parameter)]
     modules = [item for item in listed if isinstance(item, nn.Module)]
-    if len(params) + len(modules) != len(listed) or (params and name == "ignored_modules"):
-        kinds = sorted({type(item).__name__ for item in listed})
-        raise ConfigTypeError(
-            f"{name} should be an iterable of torch.nn.Module's"
-            f"{' or of torch.nn.Parameter' if name == 'ignored_states' else ''} but got {kinds}."
-        )
-    if params and modules:
-        raise ConfigError("ignored_states should hold either parameters or modules, not both.")
+    may_hold_params = name == "ignored_states"
+    if len(modules) != len(listed) and not (may_hold_params and len(params) == len(listed)):
+        kinds = sorted({type(item) for item in listed}, key=repr)
+        expected = "all nn.Parameter or all nn.Module" if may_hold_params else "nn.Module"
+        raise ConfigTypeError(f"{name} expects {expected} list elements but got types {kinds}.")
     for module in modules:
         if is_wrapped(module):
             raise ConfigError(f"`{name}` should not include FSDP modules.")
     if root in modules:
         warnings.warn(
-            "Trying to ignore the top-level module passed into the FSDP constructor itself: all of its parameters "
-            "stay as they are.",
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            "parameters being ignored: none is sharded, and their gradients are not reduced.",
             FsdpWarning,
             stacklevel=3,  # where the user wraps
         )

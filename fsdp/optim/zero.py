@@ -177,6 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._sync_params()
         return loss
 
+    @_torch.never_compiled
     def _local_step(
         self,
         gradients: Sequence[torch.Tensor | None] | None = None,
@@ -264,6 +265,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Learning rate schedulers look at this to see that a step came before theirs.
         self._opt_called = True
 
+    @_torch.never_compiled
     def _sync_params(self) -> None:
         """Bring all parameters up to date on all ranks.
 

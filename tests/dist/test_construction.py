@@ -206,7 +206,7 @@ def device():
     item = entry("mlp")
     model = wrap_entry(item, item.build(), device_id=torch.device("cpu"))
     assert model.compute_device == torch.device("cpu")
-    for wrong in (1.5, "cpu", True):
+    for wrong in (1.5, True):
         with pytest.raises(TypeError, match="device_id"):
             wrap_entry(item, item.build(), device_id=wrong)
 

@@ -84,7 +84,12 @@ def dtypes(param, reduce, buffer, keep):
             for wrapper_param in model.parameters():
                 assert wrapper_param.dtype == FP32
                 assert wrapper_param.grad.dtype == wanted
-            reduces = [event for event in events if event.op in ("reduce_scatter", "all_reduce")]
+            # Flags of used parameters travel as uint8 once a backward; everything else is gradients.
+            reduces = [
+                event
+                for event in events
+                if event.op in ("reduce_scatter", "all_reduce") and event.dtypes != ("uint8",)
+            ]
             wire = {str(reduce or compute).removeprefix("torch.")}
             assert {dtype for event in reduces for dtype in event.dtypes} <= wire
             if dist.get_world_size() > 1:

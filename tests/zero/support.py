@@ -87,11 +87,15 @@ def state_numel(zero):
 
 
 def bytes_sent():
-    """Bytes that this process's TCP connections have delivered to their peers."""
+    """Bytes that this process's TCP connections have sent, once all ranks got here.
+
+    Collective: all ranks.
+    """
+    dist.barrier()
     total = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+                total += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent
     return total

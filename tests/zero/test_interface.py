@@ -176,9 +176,9 @@ def passed_on():
         return loss
 
     assert zero.step(closure, note=notes).item() == 2.0
-    assert zero.step(0, note=notes) is None or True
-    assert notes[0] == 1
-    assert zero.param_groups[0]["steps"] >= 1
+    assert zero.step(closure).item() < 2.0
+    assert notes == [1]
+    assert zero.param_groups[0]["steps"] == 2
     zero.zero_grad()
     assert param.grad is None
 
@@ -264,7 +264,8 @@ def compiled():
             module(torch.ones(2, 5)).square().sum().backward()
             update()
     for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        # The compiler has Adam divide in another order, and the steps are of size 0.1.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_a_compiled_local_step_and_a_compiled_step_give_the_same_parameters():
