@@ -302,7 +302,7 @@ def is_process_group(group: object) -> bool:
     return isinstance(group, dist.ProcessGroup)
 
 
-def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which torch.compile runs as it is, with everything it calls.
 
     Why: ``torch.compiler.disable`` imports the compiler when it decorates, this on the first call, which every

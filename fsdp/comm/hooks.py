@@ -167,9 +167,7 @@ LOW_PRECISION_HOOKS = [fp16_compress_hook, bf16_compress_hook]
 def _compressed(
     dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
 ) -> None:
-    small = torch.empty_like(grad, dtype=dtype).copy_(
-        grad
-    )  # a copy, even of that dtype: `grad` may be lent
+    small = grad.to(dtype, copy=True)  # even if it has that dtype: the buffer belongs to the caller
     if output is None:
         allreduce_hook(state, small)
         _deliver(small, grad, state.parameter_type)

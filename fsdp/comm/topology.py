@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ def _single_group(process_group: Any, device_mesh: DeviceMesh | None) -> Process
         raise ConfigTypeError(
             f"process_group is a {type(process_group).__name__}: expected a ProcessGroup that this rank belongs to."
         )
-    return process_group
+    return cast("ProcessGroup", process_group)
 
 
 def _hybrid_pair(

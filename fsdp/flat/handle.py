@@ -61,6 +61,7 @@ class FlatParamHandle:
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
+        self._shard_aside: torch.Tensor | None = None
         self._version: int | None = None
         self._leaf_versions = 0
         self.layout: FlatLayout
@@ -99,7 +100,7 @@ class FlatParamHandle:
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard ``[shard_numel]``, original dtype, detached."""
-        return self.flat_param.data
+        return self.flat_param.data if self._shard_aside is None else self._shard_aside
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,13 +205,13 @@ class FlatParamHandle:
         """A new ``[padded_numel]`` tensor in the original dtype whose own slice holds this rank's shard."""
         full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         owned = self.layout.owned(self.rank)
-        full[owned.start : owned.stop].copy_(self.flat_param.data)
+        full[owned.start : owned.stop].copy_(self.shard)
         return full
 
     def keep_own_slice(self, full: torch.Tensor) -> None:
         """Write this rank's part of ``full`` ``[padded_numel]`` back into the shard."""
         owned = self.layout.owned(self.rank)
-        self.flat_param.data.copy_(full[owned.start : owned.stop])
+        self.shard.copy_(full[owned.start : owned.stop])
 
     def load_whole(self, index: int, value: torch.Tensor) -> None:
         """Copy this rank's piece of ``value``, the whole of parameter ``index``, into the shard."""
@@ -266,6 +267,9 @@ class FlatParamHandle:
         if self._registered_in is not None:
             table, name = self._registered_in
             del table[name]
+            # Who holds the flat parameter sees it whole too, as in the reference.
+            self._shard_aside = self.flat_param.data
+            self.flat_param.data = full[: self.layout.numel]
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(full, slot)
             for site in managed.sites:
@@ -303,6 +307,8 @@ class FlatParamHandle:
         if self._registered_in is not None:
             table, name = self._registered_in
             table[name] = self.flat_param
+            assert self._shard_aside is not None
+            self.flat_param.data, self._shard_aside = self._shard_aside, None
         self._point_at_shard()
         self.expose_sharded()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import Collectives
+from ..errors import FsdpWarning
 from ..runtime.unit import Unit
 
 __all__ = ["clip_units"]
@@ -57,6 +59,12 @@ def clip_units(
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if every:
         _torch.foreach_mul(every, coefficient)
+    else:
+        warnings.warn(
+            "clip_grad_norm_ found no gradients on this rank; the norm is that of the other ranks' gradients.",
+            FsdpWarning,
+            stacklevel=4,
+        )
     return total.to(_result_dtype(every))
 
 

@@ -9,6 +9,7 @@ Note [Gradients of a rank without inputs]
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from .shared_group import copy_settings
 if TYPE_CHECKING:
     from .zero import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroJoinHook", "share_grads"]
+__all__ = ["Idle", "ZeroJoinHook", "share_grads", "share_settings"]
 
 
 class ZeroJoinHook(JoinHook):
@@ -47,29 +48,49 @@ class ZeroJoinHook(JoinHook):
         self._zero.leave_join()
 
 
-def share_grads(zero: ZeroRedundancyOptimizer) -> None:
-    """Give ranks that are out of inputs the gradients of what they own.
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Who is out of inputs, and who speaks for those that still train.
+
+    Attributes:
+        ranks: Ranks without inputs; none of them outside a ``Join`` context.
+        source: The first rank that still trains.
+    """
+
+    ranks: tuple[int, ...] = ()
+    source: int = 0
+
+
+def share_settings(zero: ZeroRedundancyOptimizer) -> Idle:
+    """Find out who is out of inputs, and give them the settings of those that still train.
 
     Collective: every rank of the process group, inside a ``Join`` context; otherwise none.
     """
     if not zero.in_join or zero.world_size == 1:
-        return
+        return Idle()
     training = torch.zeros(zero.world_size, device=zero.join_device)
     training[zero.rank] = 0.0 if zero.is_shadowing else 1.0
     dist.all_reduce(training, group=zero.process_group)
     flags = training.tolist()
     if all(flags) or not any(flags):
-        return
-    source = flags.index(1.0)
-    idle = [rank for rank, trains in enumerate(flags) if not trains]
-    _send_settings(zero, source)
+        return Idle()
+    idle = Idle(tuple(rank for rank, trains in enumerate(flags) if not trains), flags.index(1.0))
+    _send_settings(zero, idle.source)
+    return idle
+
+
+def share_grads(zero: ZeroRedundancyOptimizer, idle: Idle) -> None:
+    """Give ranks that are out of inputs the gradients of what they own.
+
+    Collective: every rank of the process group if any is out of inputs; otherwise none.
+    """
     params = [
         param
         for param in zero.all_parameters()
-        if any(part.rank in idle for part in zero.ownership.slices(param))
+        if any(part.rank in idle.ranks for part in zero.ownership.slices(param))
     ]
     if params:
-        _send_grads(zero, params, source)
+        _send_grads(zero, params, idle.source)
 
 
 def _send_settings(zero: ZeroRedundancyOptimizer, source: int) -> None:

@@ -24,7 +24,7 @@ from ..comm.collectives import DONE, Pending, Work
 from ..errors import ConfigError, ConfigTypeError, FsdpWarning, UsageError, describe
 from . import zero_state
 from .exchange import Wire, host_wire, make_wire
-from .joining import ZeroJoinHook, share_grads
+from .joining import Idle, ZeroJoinHook, share_grads, share_settings
 from .ownership import Ownership, Regions
 from .packed import like_storage_of
 from .params import group_label, materialize, name_parameters
@@ -132,6 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: dict[str, Any] | None = None
         self._in_flight: Sequence[Work] = ()
         self._start_sync: Callable[[Sequence[torch.Tensor]], None] | None = None
+        self._idle = Idle()
         self.is_shadowing = False  # set by the join hook while this rank has run out of inputs
         self.received_grads: Mapping[
             torch.Tensor, torch.Tensor
@@ -177,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._sync_params()
         return loss
 
-    @_torch.never_compiled
+    @_torch.run_uncompiled
     def _local_step(
         self,
         gradients: Sequence[torch.Tensor | None] | None = None,
@@ -203,11 +204,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def begin_step(self) -> None:
         """What comes before any update of a step.
 
-        Collective: only inside a ``Join`` context: every rank of the process group that still has inputs.
+        Collective: only inside a ``Join`` context: every rank of the process group.
         """
         self.wait_for_parameters()
         if not self.is_shadowing:
             Join.notify_join_context(self)
+        self._idle = share_settings(self)
         self._ownership.restore_views()
 
     def _step_held(self, closure: Any, kwargs: dict[str, Any]) -> Any:
@@ -215,7 +217,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         pieces = self._ownership.pieces(self._all_params)
 
         def prepare() -> None:
-            share_grads(self)
+            share_grads(self, self._idle)
             self._pull_settings()
             for piece in pieces:
                 piece.lend_grad()
@@ -265,7 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Learning rate schedulers look at this to see that a step came before theirs.
         self._opt_called = True
 
-    @_torch.never_compiled
+    @_torch.run_uncompiled
     def _sync_params(self) -> None:
         """Bring all parameters up to date on all ranks.
 

@@ -109,7 +109,7 @@ class _Summoned:
             handle.hide_full()
             for param, grad in zip(handle.exposed, stashed, strict=True):
                 param.grad = grad
-            if writeback and handle in self._grads:
+            if (writeback or handle.layout.world_size == 1) and handle in self._grads:
                 self._write_grads_back(handle, self._grads[handle].whole)
 
     def _gather_grads(self) -> dict[FlatParamHandle, _FullGrad]:

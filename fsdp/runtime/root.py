@@ -131,6 +131,8 @@ class Root:
             for unit in self.units:
                 if unit.residency is Residency.GATHERING:
                     unit.reshard()
+                if self.entered_with_grad:
+                    unit.remember_versions()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` is freed between its forward and its backward; the outermost would be wanted at once."""

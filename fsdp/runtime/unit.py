@@ -226,8 +226,6 @@ class Unit:
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
         if not _torch.in_backward():
-            for handle in self._gathered:
-                handle.remember_version()
             return
         for handle in self._gathered:
             if handle.changed_since_forward():
@@ -241,6 +239,11 @@ class Unit:
                     ),
                     unit=self.name,
                 )
+
+    def remember_versions(self) -> None:
+        """A forward with gradients has ended: its backward must find the values of now."""
+        for handle in self._gathered:
+            handle.remember_version()
 
     def _launch_gather(self) -> Work:
         for handle in self._gathered:

@@ -345,3 +345,84 @@ def copies():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_deepcopy_is_independent_and_trains(world_size):
     run_ranks(copies, world_size)
+
+
+class ClampedBlock(Block):
+    """Writes into a parameter in place in its forward, as weight clipping does."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ClampedNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ClampedBlock(7) for _ in range(3))
+
+
+def reviewed():
+    rank = dist.get_rank()
+    for use_orig_params in (False, True):
+        model = wrap(build(ClampedNet), {ClampedBlock}, use_orig_params=use_orig_params)
+        model(batch(rank)).sum().backward()
+        assert model.state_dict()["blocks.0.up.weight"].abs().max() <= 0.1
+        model = wrap(build(), use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = model(batch(rank)).sum(), model(batch(rank, 1)).sum()
+        first.backward()
+        optimizer.step()
+        if dist.get_world_size() > 1:
+            with pytest.raises(UsageError, match="between a forward and its"):
+                second.backward()
+        model = wrap(build(), use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.no_sync():
+            model(batch(rank)).sum().backward()
+        with pytest.raises(UsageError, match="unreduced"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(batch(rank)).sum().backward()
+        optimizer.step()
+        frozen = build()
+        frozen.blocks[0].requires_grad_(False)
+        frozen.blocks[1] = frozen.blocks[0]
+        expected = dense_grads(frozen, micro_batches("s"), dist.get_world_size())
+        model = wrap(copy.deepcopy(frozen), use_orig_params=use_orig_params)
+        micro_batches("s")(model, rank)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_hostile_review_found_stays_fixed(world_size):
+    run_ranks(reviewed, world_size)
+
+
+class AuxBlock(Block):
+    """Keeps a loss of its own on the module, as routers do."""
+
+    def forward(self, x):
+        hidden = self.up(self.norm(x))
+        self.aux = (hidden * self.up.bias).square().mean()
+        return x + self.down(torch.tanh(hidden))
+
+
+class AuxNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(AuxBlock(7) for _ in range(3))
+
+
+def auxiliary():
+    def script(model, rank):
+        model(batch(rank))
+        inner = model.module if isinstance(model, FSDP) else model
+        sum(getattr(block, "module", block).aux for block in inner.blocks).backward()
+
+    check_script(script, AuxNet, {AuxBlock})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_kept_on_a_module_gathers_its_unit(world_size):
+    run_ranks(auxiliary, world_size)

@@ -197,10 +197,12 @@ def test_a_tensor_that_something_refers_to_weakly_is_replaced_in_all_places(init
     root[1].weight = root[0].weight
     root[0].weight.note = "a"
     reference = weakref.ref(root[0].weight)
+    root[0].reset_parameters = lambda: root[0].weight.fill_(3)
 
     materialize(root, init)
 
     assert root[0].weight is root[1].weight
+    assert root[0].weight[0, 0] == 3  # not again when the linear layer initialises its bias
     assert not root[0].weight.is_meta
     assert root[0].weight.note == "a"
     del reference

@@ -695,11 +695,13 @@ def test_recursive_wrapping_replaces_a_shared_module_in_all_places():
     shared = linear(4)
     root = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: m is shared)
+    made = []
 
-    _recursive_wrap(root, policy, Wrapper)
+    _, numel = _recursive_wrap(root, policy, lambda m: made.append(Wrapper(m)) or made[-1])
 
-    assert isinstance(root[0][0], Wrapper)
+    assert [root[0][0]] == made
     assert root[0][0] is root[1][0]
+    assert numel == 4
 
 
 def test_recursive_wrapping_leaves_ignored_modules_alone_and_refuses_wrapped_ones():

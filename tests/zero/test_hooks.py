@@ -66,7 +66,10 @@ def overlapped(kind, layout, ddp, optimizer, options):
 
     train(*pair, range(5), check)
     torch.testing.assert_close(
-        zero.state_dict(consolidate=True)["state"], plain.state_dict()["state"], rtol=1e-4, atol=1e-5
+        zero.state_dict(consolidate=True)["state"],
+        plain.state_dict()["state"],
+        rtol=1e-4,
+        atol=1e-5,
     )
     zero.load_state_dict(plain.state_dict())
     train(*pair, range(5, 7), lambda iteration: assert_same_parameters(wrapped, dense))
@@ -174,9 +177,7 @@ def test_gradients_accumulated_without_synchronisation_count(kind):
 
 def compressed(kind):
     wrapped, zero, _, _ = make_pair(torch.optim.SGD, ddp=SMALL, overlap_with_ddp=True, lr=0.1)
-    wrapped.register_comm_hook(
-        dist.group.WORLD, HOOKS[kind](fp16_compress_hook, wrapped, zero)
-    )
+    wrapped.register_comm_hook(dist.group.WORLD, HOOKS[kind](fp16_compress_hook, wrapped, zero))
     reference = DDP(make_model(), **SMALL)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     reference.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
@@ -214,9 +215,7 @@ def test_ranks_whose_buckets_finish_in_different_orders_still_agree():
 
 
 def interrupted(kind):
-    wrapped, zero, dense, plain = make_pair(
-        torch.optim.SGD, ddp=SMALL, overlap_with_ddp=True, lr=0.02
-    )
+    wrapped, zero, dense, _ = make_pair(torch.optim.SGD, ddp=SMALL, overlap_with_ddp=True, lr=0.02)
     raised = []
 
     def failing_hook(state, bucket):
@@ -228,7 +227,9 @@ def interrupted(kind):
     wrapped.register_comm_hook(None, HOOKS[kind](failing_hook, wrapped, zero))
     with pytest.raises(Exception, match="in the hook"):
         wrapped(own_part(make_batch(0, 2))).sum().backward()
-    assert all(param.grad is None or param.grad.shape == param.shape for param in dense.parameters())
+    assert all(
+        param.grad is None or param.grad.shape == param.shape for param in dense.parameters()
+    )
     held = [param for group in zero.optim.param_groups for param in group["params"]]
     assert len(held) == len(zero._partition_parameters()[zero.rank][0]["params"])
 
@@ -271,7 +272,7 @@ def test_overlap_in_a_group_that_is_not_the_default_one(kind):
 
 def reduced(layout, ddp, in_forward):
     pair = make_pair(torch.optim.AdamW, ddp={**SMALL, **ddp}, lr=0.02, **LAYOUTS[layout])
-    wrapped, zero, dense, plain = pair
+    wrapped, zero, dense, _ = pair
     hook = reduce_scatter_hook(wrapped, zero, gather_in_forward=in_forward)
     wrapped.register_comm_hook(None, hook)
 
@@ -370,4 +371,6 @@ def test_a_step_moves_the_bytes_of_one_all_reduce(world_size):
     }
     assert sent["parameter"] < 1.03 * sent["ddp"]
     assert sent["element"] < 1.03 * sent["ddp"]
-    assert sent["no hook"] > 1.4 * sent["ddp"]  # what the hook is for: DDP's all-reduce and the parameters
+    assert (
+        sent["no hook"] > 1.4 * sent["ddp"]
+    )  # what the hook is for: DDP's all-reduce and the parameters

@@ -71,7 +71,9 @@ def refused():
     from torch.distributed.optim.utils import functional_optim_map
 
     for bad in (functional_optim_map[torch.optim.SGD], "SGD"):
-        with pytest.raises(ConfigTypeError, match="optimizer_class is .*Functional optimizers") as i:
+        with pytest.raises(
+            ConfigTypeError, match=r"optimizer_class is .*Functional optimizers"
+        ) as i:
             ZeroRedundancyOptimizer([param], bad, lr=0.1)
         assert isinstance(i.value, ValueError)
 
@@ -208,9 +210,7 @@ def replaced_data(layout):
     assert param.data_ptr() == zero._buckets[0][0].data_ptr()
 
 
-@pytest.mark.parametrize(
-    "layout", [{"parameters_as_bucket_view": True}, {"partition": "element"}]
-)
+@pytest.mark.parametrize("layout", [{"parameters_as_bucket_view": True}, {"partition": "element"}])
 def test_data_replaced_by_the_user_is_what_the_next_step_updates(layout):
     run_ranks(replaced_data, 2, layout)
 

@@ -146,7 +146,9 @@ def misfits():
         zero.load_state_dict(short)
     with pytest.raises(CheckpointError, match="'state'"):
         zero.load_state_dict({"param_groups": []})
-    cut = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(4, 4))], torch.optim.SGD, partition="element")
+    cut = ZeroRedundancyOptimizer(
+        [nn.Parameter(torch.zeros(4, 4))], torch.optim.SGD, partition="element"
+    )
     bad = {
         "state": {0: {"momentum_buffer": torch.zeros(3)}},
         "param_groups": cut.state_dict(consolidate=True)["param_groups"],
