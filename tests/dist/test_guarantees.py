@@ -19,6 +19,7 @@ from fsdp.errors import UsageError
 from tests.dist.test_engine_features import micro_batches, record
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
+    Block,
     Net,
     assert_same_gradients,
     batch,
