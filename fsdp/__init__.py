@@ -22,6 +22,7 @@ from .config import (
 from .errors import FsdpError, FsdpWarning
 from .flat.parameter import FlatParameter
 from .names import clean_tensor_name
+from .optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from .wrapper import FullyShardedDataParallel
 
 __version__ = "0.1.0"
@@ -46,5 +47,8 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "ZeroRedundancyOptimizer",
     "clean_tensor_name",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
 ]

@@ -88,16 +88,14 @@ class _Arrived:
         params: Those of its parameters that the optimizer holds.
         grads: Their places in the bucket.
         reduced: Future of the reduction.
-        used: For each of ``params`` whether any rank used it, or None where all count as used.
-        used_ready: When ``used`` is known.
+        used: Waits, then says for each of ``params`` whether any rank used it; None where all count as used.
     """
 
     bucket: dist.GradBucket
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     reduced: torch.futures.Future[torch.Tensor]
-    used: torch.Tensor | None
-    used_ready: Any
+    used: Callable[[], list[bool]] | None
 
 
 class _OverlappedStep:
@@ -120,6 +118,7 @@ class _OverlappedStep:
         self._waiting: list[_Arrived] = []
         self._handed_out: list[Work] = []
         self._seen: set[torch.Tensor] = set()
+        self._static_use: dict[torch.Tensor, bool] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -149,24 +148,36 @@ class _OverlappedStep:
         ]
         params = [param for param, _ in held]
         self._seen.update(params)
-        used, ready = self._start_use_flags(bucket, params)
+        used = self._start_use_flags(bucket, params)
         grads = [grad for _, grad in held]
-        self._waiting.append(_Arrived(bucket, params, grads, reduced, used, ready))
+        self._waiting.append(_Arrived(bucket, params, grads, reduced, used))
 
     def _start_use_flags(
         self, bucket: dist.GradBucket, params: list[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, Any]:
+    ) -> Callable[[], list[bool]] | None:
         """Ask all ranks which parameters were used: one that no rank used keeps its gradient of None, and its value."""
         ddp = self._ddp()
         assert ddp is not None
         if not (ddp.find_unused_parameters or ddp.static_graph):
-            return None, None
+            return None
+        known = self._static_use
+        if all(param in known for param in params):
+            return lambda: [known[param] for param in params]
         flags = [not self._zero.is_shadowing and param.grad is not None for param in params]
         used = torch.tensor(flags, dtype=torch.float32, device=bucket.buffer().device)
         ready = dist.all_reduce(
             used, dist.ReduceOp.MAX, group=self._zero.process_group, async_op=True
         )
-        return used, ready
+        is_static = ddp.static_graph
+
+        def finish() -> list[bool]:
+            ready.wait()
+            agreed = [bool(flag) for flag in used.tolist()]
+            if is_static:  # every later backward uses the same
+                known.update(zip(params, agreed, strict=True))
+            return agreed
+
+        return finish
 
     def _step_what_is_ready(self) -> None:
         if self._on_gloo:
@@ -206,8 +217,7 @@ class _OverlappedStep:
             _settle(arrived)
             params, grads = arrived.params, arrived.grads
             if arrived.used is not None:
-                arrived.used_ready.wait()
-                chosen = [bool(flag) for flag in arrived.used.tolist()]
+                chosen = arrived.used()
                 params = [param for param, use in zip(params, chosen, strict=True) if use]
                 grads = [grad for grad, use in zip(grads, chosen, strict=True) if use]
             self._zero.step_part(params, grads)

@@ -1,15 +1,36 @@
-"""The ``params`` argument of an optimizer: what it may be, and how errors name what is in it."""
+"""The arguments of ZeroRedundancyOptimizer: what they may be, and how errors name what is in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
-from ..errors import ConfigError, ConfigTypeError
+from .. import _torch
+from ..errors import ConfigError, ConfigTypeError, describe
 
-__all__ = ["group_label", "materialize", "name_parameters"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = [
+    "check_dense",
+    "check_group",
+    "check_optimizer",
+    "group_label",
+    "materialize",
+    "name_parameters",
+]
+
+# Optimizers whose update of one element depends on others, by a part of their class's name.
+_NOT_ELEMENTWISE = (
+    "adafactor", "adalomo", "came", "galore", "kfac", "lamb", "lars", "lbfgs", "muon", "scion", "shampoo", "soap",
+    "sparseadam",
+)  # fmt: skip
+_NEEDS_ALL_PARAMETERS = ("lbfgs",)
+_PARTITIONS = ("parameter", "element")
 
 
 def group_label(index: int) -> str:
@@ -66,3 +87,53 @@ def name_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, s
             place = f"param_groups[{number}]['params'][{position}]"
             names[param] = group["param_names"][position] if "param_names" in group else place
     return names
+
+
+def check_group(process_group: Any) -> ProcessGroup:
+    """The group that was named, or the default one.  Collective: none."""
+    if process_group is None:
+        return _torch.default_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigTypeError(
+            f"process_group is a {type(process_group).__name__}: expected a ProcessGroup that this rank belongs to."
+        )
+    return process_group
+
+
+def check_optimizer(optimizer_class: Any, partition: str, world_size: int) -> None:
+    """Check that the optimizer exists as a class of torch's kind and can work on a part of the parameters."""
+    if partition not in _PARTITIONS:
+        raise ConfigError(f"partition={partition!r}: expected 'parameter' or 'element'.")
+    if not callable(optimizer_class) or (
+        isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
+    ):
+        raise ConfigTypeError(
+            f"optimizer_class is {optimizer_class!r}: expected a subclass of torch.optim.Optimizer. "
+            "Functional optimizers are not needed: with overlap_with_ddp=True any optimizer steps bucket by bucket."
+        )
+    if world_size == 1:
+        return
+    refused = _NEEDS_ALL_PARAMETERS if partition == "parameter" else _NOT_ELEMENTWISE
+    made = getattr(optimizer_class, "func", optimizer_class)  # of a functools.partial
+    for base in made.__mro__ if isinstance(made, type) else ():
+        if any(name in base.__name__.lower() for name in refused):
+            why = (
+                "looks at all parameters at once and cannot be sharded"
+                if partition == "parameter"
+                else "does not update elements alone; use partition='parameter'"
+            )
+            raise ConfigError(f"optimizer_class {made.__name__} {why}.")
+
+
+def check_dense(group: Mapping[str, Any], label: str) -> None:
+    """Check that a parameter group holds no sparse parameter."""
+    for position, param in enumerate(group["params"]):
+        if param.layout is not torch.strided:
+            names = group.get("param_names")
+            raise ConfigError(
+                describe(
+                    f"{label}: parameter {position} is sparse ({param.layout})",
+                    fqn=names[position] if names else None,
+                    remedy="ZeroRedundancyOptimizer takes dense parameters of any dtype only.",
+                )
+            )

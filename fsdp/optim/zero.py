@@ -7,11 +7,9 @@ the optimizer that users hold.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +19,22 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..comm.collectives import DONE, Pending, Work
-from ..errors import ConfigError, ConfigTypeError, FsdpWarning, UsageError, describe
+from ..errors import ConfigError, FsdpWarning, UsageError
 from . import zero_state
 from .exchange import Wire, host_wire, make_wire
 from .joining import Idle, ZeroJoinHook, share_grads, share_settings
+from .owned_norm import clip_owned
 from .ownership import Ownership, Regions
-from .packed import like_storage_of
-from .params import group_label, materialize, name_parameters
+from .params import (
+    check_dense,
+    check_group,
+    check_optimizer,
+    group_label,
+    materialize,
+    name_parameters,
+)
 from .shared_group import SharedGroup, copy_settings
+from .stepping import and_then, lent_grads, narrowed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -36,14 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["ZeroRedundancyOptimizer"]
 
 _logger = logging.getLogger(__name__)
-
-# Optimizers whose update of one element depends on others, by a part of their class's name.
-_NOT_ELEMENTWISE = (
-    "adafactor", "adalomo", "came", "galore", "kfac", "lamb", "lars", "lbfgs", "muon", "scion", "shampoo", "soap",
-    "sparseadam",
-)  # fmt: skip
-_NEEDS_ALL_PARAMETERS = ("lbfgs",)
-_PARTITIONS = ("parameter", "element")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -105,11 +103,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         given = materialize(params)
         process_group = defaults.pop("group", None) or process_group  # torch 1.8 called it so
-        self.process_group = _check_group(process_group)
+        self.process_group = check_group(process_group)
         self.rank: int = dist.get_rank(self.process_group)
         self.world_size: int = dist.get_world_size(self.process_group)
         self.global_rank: int = dist.get_rank()
-        _check_optimizer(optimizer_class, partition, self.world_size)
+        check_optimizer(optimizer_class, partition, self.world_size)
 
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
@@ -198,7 +196,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if gradients is None:
             return self._step_held(closure, kwargs)
         held = [tensor for group in self.optim.param_groups for tensor in group["params"]]
-        with _lent_grads(held, gradients):
+        with lent_grads(held, gradients):
             return self._step_held(None, kwargs)
 
     def begin_step(self) -> None:
@@ -227,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 prepare()
                 loss = self.optim.step(**kwargs)
             elif callable(closure):
-                loss = self.optim.step(closure=_then(closure, prepare), **kwargs)
+                loss = self.optim.step(closure=and_then(closure, prepare), **kwargs)
             else:  # whatever it is, it is the local optimizer's business
                 prepare()
                 loss = self.optim.step(closure=closure, **kwargs)
@@ -252,7 +250,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         chosen = {piece.tensor for piece in pieces}
         self._pull_settings()
-        with _lent_grads(params, grads), _narrowed(self.optim, chosen):
+        with lent_grads(params, grads), narrowed(self.optim, chosen):
             for piece in pieces:
                 piece.lend_grad()
             try:
@@ -350,7 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group["params"] = list(group["params"])
         Optimizer.add_param_group(self, group)
         added = self.param_groups[-1]
-        _check_dense(added, label)
+        check_dense(added, label)
         if not self.initialized:
             return
         self.wait_for_parameters()
@@ -487,7 +485,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the norm over all gradients, each element read on the rank that owns it.
 
@@ -502,22 +499,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             The norm before clipping, zero-dimensional float32, on the device of the first parameter.
         """
-        owned = []
-        for piece in self._ownership.pieces(self._all_params):
-            grad = piece.param.grad
-            if grad is not None:
-                owned.append(like_storage_of(grad, piece.param)[piece.start : piece.stop])
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)) for grad in owned]
-        parts = [norm.to(self._default_device, torch.float64) for norm in norms]
-        total = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64)
-        total = total.to(self._default_device)
-        largest = norm_type == float("inf")
-        total = total.max() if largest else total.pow(norm_type).sum()
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(total, op, group=self.process_group)
-        total = (total if largest else total.pow(1.0 / norm_type)).float()
-        torch.nn.utils.clip_grads_with_norm_(self._all_params, max_norm, total)
-        return total
+        return clip_owned(
+            self._ownership.pieces(self._all_params),
+            self._all_params,
+            self.process_group,
+            max_norm,
+            norm_type,
+        )
 
     # Uneven inputs
 
@@ -601,94 +589,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without what each side has for itself."""
     return {key: value for key, value in group.items() if key not in zero_state.NOT_SHARED}
-
-
-def _wide(grad: torch.Tensor) -> torch.dtype:
-    """The dtype to accumulate a norm in."""
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
-def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:
-    @functools.wraps(closure)
-    def run() -> Any:
-        loss = closure()
-        finish()
-        return loss
-
-    return run
-
-
-@contextlib.contextmanager
-def _lent_grads(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-) -> Iterator[None]:
-    """Give parameters other gradients for a while."""
-    before = [param.grad for param in params]
-    try:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        yield
-    finally:
-        for param, grad in zip(params, before, strict=True):
-            param.grad = grad
-
-
-@contextlib.contextmanager
-def _narrowed(optim: Optimizer, chosen: set[torch.Tensor]) -> Iterator[None]:
-    """Let an optimizer see only some of its parameters: any optimizer then steps just these, in its own way."""
-    before = [group["params"] for group in optim.param_groups]
-    try:
-        for group, params in zip(optim.param_groups, before, strict=True):
-            group["params"] = [param for param in params if param in chosen]
-        yield
-    finally:
-        for group, params in zip(optim.param_groups, before, strict=True):
-            group["params"] = params
-
-
-def _check_group(process_group: Any) -> ProcessGroup:
-    if process_group is None:
-        return _torch.default_group()
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ConfigTypeError(
-            f"process_group is a {type(process_group).__name__}: expected a ProcessGroup that this rank belongs to."
-        )
-    return process_group
-
-
-def _check_optimizer(optimizer_class: Any, partition: str, world_size: int) -> None:
-    """Check that the optimizer exists as a class of torch's kind and can work on a part of the parameters."""
-    if partition not in _PARTITIONS:
-        raise ConfigError(f"partition={partition!r}: expected 'parameter' or 'element'.")
-    if not callable(optimizer_class) or (
-        isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
-    ):
-        raise ConfigTypeError(
-            f"optimizer_class is {optimizer_class!r}: expected a subclass of torch.optim.Optimizer. "
-            "Functional optimizers are not needed: with overlap_with_ddp=True any optimizer steps bucket by bucket."
-        )
-    if world_size == 1:
-        return
-    refused = _NEEDS_ALL_PARAMETERS if partition == "parameter" else _NOT_ELEMENTWISE
-    made = getattr(optimizer_class, "func", optimizer_class)  # of a functools.partial
-    for base in made.__mro__ if isinstance(made, type) else ():
-        if any(name in base.__name__.lower() for name in refused):
-            why = (
-                "looks at all parameters at once and cannot be sharded"
-                if partition == "parameter"
-                else "does not update elements alone; use partition='parameter'"
-            )
-            raise ConfigError(f"optimizer_class {made.__name__} {why}.")
-
-
-def _check_dense(group: Mapping[str, Any], label: str) -> None:
-    for position, param in enumerate(group["params"]):
-        if param.layout is not torch.strided:
-            names = group.get("param_names")
-            raise ConfigError(
-                describe(
-                    f"{label}: parameter {position} is sparse ({param.layout})",
-                    fqn=names[position] if names else None,
-                    remedy="ZeroRedundancyOptimizer takes dense parameters of any dtype only.",
-                )
-            )

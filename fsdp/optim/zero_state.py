@@ -294,7 +294,9 @@ def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _cut(piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0:
-        return tensor.clone()
+        # Of a parameter without dimensions all but the step count are tensors of elements.
+        is_element = piece.param.dim() == 0 and not name.endswith("['step']")
+        return tensor.reshape(piece.tensor.shape).clone() if is_element else tensor.clone()
     if tensor.shape != piece.param.shape:
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)}, its parameter {tuple(piece.param.shape)}: "
