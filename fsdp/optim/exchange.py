@@ -287,6 +287,7 @@ class _NativeWire:
                     [
                         partial(self._group.send, [self._to_device(tensor)], target, tag)
                         for tensor in window
+                        if tensor.numel()
                     ]
                 )
             return _Pending(())
@@ -297,19 +298,23 @@ class _NativeWire:
             received: list[tuple[torch.Tensor, torch.Tensor]] = []
             for owner, queue in queues.items():
                 for tensor in queue[step] if step < len(queue) else ():
-                    staged = self._to_device(torch.empty_like(tensor, device=self._device))
+                    if not tensor.numel():
+                        continue
+                    staged = torch.empty_like(tensor, device=self._device)
                     received.append((tensor, staged))
-                    launches.append(partial(self._group.recv, [staged], owner, tag))
+                    launches.append(partial(self._group.recv, [_as_bytes(staged)], owner, tag))
             self._wait(launches)
             for tensor, staged in received:
-                flat_view(tensor).view(torch.uint8).copy_(staged)
+                tensor.detach().copy_(staged)
         return _Pending(())
 
     def reduce(self, runs: Sequence[tuple[int, torch.Tensor]], tag: int = 0) -> Work:
         return _Pending(self._launch([partial(self._reduce, owner, run) for owner, run in runs]))
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _as_bytes(tensor.to(self._device))
+        """A tensor's bytes on the accelerator, without its gaps."""
+        there = tensor.to(self._device)
+        return _as_bytes(there if is_dense(there) else there.contiguous())
 
     def _broadcast(self, tensor: torch.Tensor, owner: int) -> Work:
         options = dist.BroadcastOptions()

@@ -134,6 +134,23 @@ def test_groups_and_defaults_are_complete_from_the_start():
     run_ranks(complete, 2)
 
 
+def shown_state(options):
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.Adam, **options)
+    for param in params:
+        param.grad = torch.ones(3)
+    zero.step()
+    assert zero.state is zero.optim.state
+    assert len(zero.state) == 1
+    zero.load_state_dict(zero.state_dict(consolidate=True))
+    assert zero.state is zero.optim.state
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "element"}])
+def test_state_is_that_of_the_local_optimizer(options):
+    run_ranks(shown_state, 2, options)
+
+
 def rates():
     param = nn.Parameter(torch.zeros(1))
     zero = SGD([param])
@@ -295,7 +312,7 @@ def test_foreach_and_fused_optimizers(options):
     run_ranks(variants, 2, options)
 
 
-def scaled(overflow_on):
+def scaled(overflow_on, param_index):
     wrapped = DDP(make_model())
     zero = SGD(wrapped.parameters())
     wrapped.register_comm_hook(None, reduce_scatter_hook(wrapped, zero))
@@ -306,8 +323,13 @@ def scaled(overflow_on):
         zero.zero_grad()
         loss = wrapped(torch.ones(2, 5)).sum()
         if iteration == 0 and dist.get_rank() == overflow_on:
-            loss = loss * torch.inf
+            param = list(wrapped.parameters())[param_index]  # one rank's own, and no other
+            param.register_hook(
+                lambda grad, first=[True]: grad * torch.inf if first.pop() else grad
+            )
         scaler.scale(loss).backward()
+        if iteration == 0 and dist.get_rank() == overflow_on:
+            param._backward_hooks.clear()
         scaler.step(zero)
         scaler.update()
         now = list(wrapped.parameters())
@@ -316,5 +338,6 @@ def scaled(overflow_on):
 
 
 @pytest.mark.parametrize("overflow_on", [0, 1])
-def test_a_loss_scaler_skips_the_step_on_all_ranks_if_one_overflowed(overflow_on):
-    assert [([False, True], 2.0)] * 2 == run_ranks(scaled, 2, overflow_on)
+@pytest.mark.parametrize("param_index", [0, 1])
+def test_a_loss_scaler_skips_the_step_on_all_ranks_if_one_overflowed(overflow_on, param_index):
+    assert [([False, True], 2.0)] * 2 == run_ranks(scaled, 2, overflow_on, param_index)

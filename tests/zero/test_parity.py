@@ -271,6 +271,7 @@ def memory_formats(layout):
         model.extra = nn.Parameter(torch.randn(4, 6).t())
         model.gaps = nn.Parameter(torch.randn(4, 6)[:, ::2])
         model.whole = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        model.scalar = nn.Parameter(torch.tensor(0.5))
         return model
 
     model, dense = build(), build()
@@ -281,20 +282,26 @@ def memory_formats(layout):
         partition="element" if layout == "element" else "parameter",
     )
     plain = torch.optim.Adam(dense.parameters())
-    for _ in range(3):
-        for module, optimizer in ((model, zero), (dense, plain)):
-            optimizer.zero_grad()
-            out = module(torch.ones(1, 3, 5, 5)).square().sum() + module.whole.abs().sum()
-            (out + module.extra.square().sum() + module.gaps.square().sum()).backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    def train():
+        for _ in range(3):
+            for module, optimizer in ((model, zero), (dense, plain)):
+                optimizer.zero_grad()
+                out = module(torch.ones(1, 3, 5, 5)).square().sum() + module.whole.abs().sum()
+                out = out + module.extra.square().sum() + module.gaps.square().sum()
+                (out * module.scalar).backward()
+                optimizer.step()
+        for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    train()
     torch.testing.assert_close(
         zero.state_dict(consolidate=True)["state"], plain.state_dict()["state"]
     )
     zero.load_state_dict(plain.state_dict())
+    train()
 
 
 @pytest.mark.parametrize("layout", ["plain", "views", "element"])
-def test_parameters_of_any_memory_format_and_complex_ones(layout):
+def test_parameters_of_any_memory_format_complex_and_scalar_ones(layout):
     run_ranks(memory_formats, 2, layout)
