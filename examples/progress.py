@@ -30,6 +30,11 @@ class Console:
         """Print ``text`` and leave it there."""
         self._print(text, end="\n")
 
+    def last_evaluation(self, curve: list[tuple[int, float, float]]) -> None:
+        """Print the last ``(step, loss, held-out loss)`` of a curve, if it has one."""
+        for step, loss, held_out in curve[-1:]:
+            self.line(f"step {step:5d} | loss {loss:.3f} | held-out {held_out:.3f} nats/byte")
+
     def bar(self, step: int, loss: torch.Tensor, lr: float) -> None:
         """Show that ``step`` steps are done, if it is time to.  Called after every step."""
         now = time.monotonic()

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         raise SystemExit(
             f"--global-batch {args.global_batch} does not divide among {world_size} processes"
         )
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(args.threads)
     newest = newest_checkpoint(args.out, resume=args.resume)
     job = build(args, device)
     console = Console(args.steps, args.global_batch * args.accumulate * args.context, device)
@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     )
     if newest is not None:
         load(newest, job)
-        at, loss, held_out = job.curve[-1]
-        console.line(f"resuming {newest}: step {at}, loss {loss:.3f}, held-out {held_out:.3f}")
+        console.line(f"resuming {newest}")
+        console.last_evaluation(job.curve)
     if job.step >= args.steps:
         console.line(f"all {args.steps} steps are done; --steps {2 * job.step} would go on")
     losses = train(job, console)
@@ -148,9 +148,7 @@ def train(job: Job, console: Console) -> list[float]:
             loss = torch.stack(losses[evaluated:]).mean().item()
             evaluated = len(losses)
             job.curve.append((job.step, loss, evaluate(job)))
-            console.line(
-                "step {:5d} | loss {:.3f} | held-out {:.3f} nats/byte".format(*job.curve[-1])
-            )
+            console.last_evaluation(job.curve)
         if is_last or job.step % args.checkpoint_every == 0:
             save(job)
         if is_last:
@@ -305,11 +303,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     switch("--use-orig-params", "let the optimizer see the original parameters")
     option("--eval-every", 50, "steps between evaluations")
     option("--checkpoint-every", 50, "steps between checkpoints")
-    option("--keep", 2, "checkpoints to keep")
+    option("--keep", 2, "newest checkpoints to keep; 0: all")
     option("--sample", 200, "bytes to generate at the end")
     option("--seed", 0, "of the model's values and of the batches")
-    option("--threads", 0, "CPU threads a process; 0: cores / processes")
-    return parser.parse_args(argv)
+    option("--threads", 1, "CPU threads a process; more only pay for larger models")
+    args = parser.parse_args(argv)
+    for name in ("global_batch", "accumulate", "steps", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
 
 
 if __name__ == "__main__":

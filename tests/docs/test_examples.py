@@ -1,4 +1,6 @@
-"""The main job: its loss curve does not depend on the number of processes, and a resume continues it.
+"""The main job and the pages that explain it.
+
+The loss curve does not depend on the number of processes, and a resume continues it; the code of the pages runs.
 
 Oracle: the same run, uninterrupted, in one process.  The curves differ by the order in which gradients are summed:
 float32 rounding, grown by 8 steps of AdamW; 1e-4 leaves room for that and not for one wrong row of a batch.
@@ -6,11 +8,17 @@ float32 rounding, grown by 8 steps of AdamW; 1e-4 leaves room for that and not f
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
+import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -65,6 +73,35 @@ def test_only_the_newest_checkpoints_are_kept_and_no_partial_file(tmp_path):
     assert names == ["curve.csv", "step-000006.pt", "step-000008.pt"]
 
 
+def test_a_crash_while_writing_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_gpt
+
+    path = tmp_path / "step-000001.pt"
+    train_gpt.write_atomically({"step": 1}, path)
+
+    def half(state, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        train_gpt.write_atomically({"step": 2}, path)
+
+    assert torch.load(path) == {"step": 1}
+    assert train_gpt.newest_checkpoint(tmp_path, resume=True) == path
+
+
+def test_a_resume_before_the_first_evaluation(tmp_path):
+    run_ranks(train, 2, tmp_path, "--keep", "0")
+    for name in ("step-000006.pt", "step-000008.pt"):
+        (tmp_path / name).unlink()
+
+    losses = run_ranks(train, 2, tmp_path, "--resume")[0]
+
+    assert len(losses) == 5
+
+
 def test_the_time_limit_saves_and_stops(tmp_path):
     losses = run_ranks(train, 2, tmp_path, "--seconds", "0")[0]
 
@@ -100,3 +137,48 @@ def test_mistakes_end_with_one_sentence(tmp_path, folder, argument, message):
 
     with pytest.raises(RanksFailed, match=f"raised SystemExit: .*{message}"):
         run_ranks(train, 2, tmp_path / folder, *argument.split())
+
+
+def run_page(page, folder, edit=("", "")):
+    """Execute the page's python blocks as one script, in a folder of its own; returns what it printed."""
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    dist.destroy_process_group = lambda: None  # the group is the test's
+    dist.init_process_group = lambda *_: None
+    script = "\n".join(blocks(page, "python"))
+    assert edit[0] in script
+    script = script.replace(*edit)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, page, "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def blocks(page, language):
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+
+
+@pytest.mark.parametrize("page", ["docs/getting-started.md", "README.md"])
+def test_the_code_of_a_page_runs(tmp_path, page):
+    run_ranks(run_page, 1, page, tmp_path)
+
+
+def test_the_tutorial_prints_what_it_says(tmp_path):
+    page = "docs/tutorial/01-first-wrap.md"
+    printed = run_ranks(run_page, 2, page, tmp_path)[0]
+
+    assert "".join(blocks(page, "text")) == printed
+
+
+def test_the_code_of_train_and_resume_resumes(tmp_path):
+    page = "docs/how-to/train-and-resume.md"
+    half = ("range(first, 20)", "range(first, 10)")
+    run_ranks(run_page, 1, page, tmp_path / "whole")
+    run_ranks(run_page, 2, page, tmp_path / "parts", half)
+    run_ranks(run_page, 3, page, tmp_path / "parts")
+
+    expected = torch.load(tmp_path / "whole" / "checkpoint.pt")
+    actual = torch.load(tmp_path / "parts" / "checkpoint.pt")
+    assert actual["step"] == 20
+    torch.testing.assert_close(actual["model"], expected["model"], rtol=1e-3, atol=1e-5)

@@ -52,6 +52,8 @@ BENCHMARKS = {
         Benchmark("memory", "peak resident memory of construction and step, 2 gloo ranks"),
         Benchmark("scaling", "host time per unit against units, parameters and world size"),
         Benchmark("cuda", "step time and memory of a Llama-like stack on one GPU, fake group"),
-        Benchmark("zero", "step, consolidation and traffic of ZeroRedundancyOptimizer, 2 gloo ranks"),
+        Benchmark(
+            "zero", "step, consolidation and traffic of ZeroRedundancyOptimizer, 2 gloo ranks"
+        ),
     )
 }
