@@ -284,13 +284,13 @@ def found_inf_of(
     return state
 
 
-def store_of(group: ProcessGroup) -> Store | None:
+def store_of(group: ProcessGroup, prefix: str) -> Store | None:
     """The key-value store of ``group`` under a prefix of ours; None where the backend has none (fake groups).
 
     Why: ranks meet there before a collective call, out of band.
     """
     try:
-        store = dist.PrefixStore("fsdp-entry", group.get_group_store())
+        store = dist.PrefixStore(prefix, group.get_group_store())
         store.set("probe", "")
     except (AttributeError, RuntimeError):
         return None

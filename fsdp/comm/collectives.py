@@ -97,5 +97,8 @@ class Collectives(Protocol):
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """Combine each tensor over ranks in place; ``op`` is ``"sum"``, ``"max"`` or ``"min"``."""
 
+    def name_for_messages(self, name: str) -> None:
+        """Set the name of the unit that communicates, which errors tell.  Collective: none."""
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Copy each tensor from rank ``source`` of the group to every rank, in place."""

@@ -8,22 +8,25 @@ its communicator, so a missing rank leaves nothing half sent.
 from __future__ import annotations
 
 import datetime
-import os
+import itertools
+import time
+import warnings
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import _torch
-from ..errors import FsdpError, ShardMismatchError, describe
+from ..errors import FsdpError, FsdpWarning, ShardMismatchError, describe
+from .timeout import entry_timeout
+from .watch import the_watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-__all__ = ["EntryGate", "entry_timeout", "gate_of", "naming_failures"]
+__all__ = ["EntryGate", "gate_of", "naming_failures"]
 
-
-def entry_timeout() -> float:
-    """Seconds to wait for the other ranks: ``FSDP_ENTRY_TIMEOUT``, 60 by default.  Collective: none."""
-    return float(os.environ.get("FSDP_ENTRY_TIMEOUT", "60"))
+_LONGEST_WAIT = 1800.0  # seconds; as long as torch's own collectives wait by default
 
 
 class naming_failures:  # noqa: N801 a context manager, in the hot path too hot for a generator
@@ -64,40 +67,84 @@ class EntryGate:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._store: Store | None = _torch.store_of(group)
+        self._store: Store | None = _torch.store_of(group, "fsdp-entry")
         self._rank = group.rank()
         self._size = group.size()
-        self._calls = 0
+        self._calls: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._sequences = itertools.count()
 
     def enter(self, call: str) -> None:
         """Wait until every rank has entered ``call``.
 
-        Collective: every rank of the group.  Three store operations a rank, whatever the size of the group.
+        Collective: every rank of the group.  Four store operations a rank, whatever the size of the group.
 
         Raises:
             ShardMismatchError: If some have not within ``FSDP_ENTRY_TIMEOUT`` seconds, or entered another call; names
                 the ranks.
         """
-        if self._store is None or self._size == 1:
-            return
-        number, self._calls = self._calls, self._calls + 1
-        self._store.set(f"{number}/{self._rank}", call)
-        if self._store.add(f"{number}/count", 1) == self._size:
-            self._store.set(f"{number}/open", "")
-        try:
-            self._store.wait([f"{number}/open"], datetime.timedelta(seconds=entry_timeout()))
-        except RuntimeError as error:
-            raise self._absent(self._store, number, call) from error
-        self._compare(self._store, number, call)
-        if number:
-            self._store.delete_key(f"{number - 1}/{self._rank}")
+        self._enter("", call, _differing_calls, patient=False)
 
-    def _absent(self, store: Store, number: int, call: str) -> ShardMismatchError:
-        missing = tuple(rank for rank in range(self._size) if not store.check([f"{number}/{rank}"]))
+    def new_sequence(self) -> str:
+        """A name for :meth:`follow`; every rank asks for its names in the same order.  Collective: none."""
+        return f"sequence{next(self._sequences)}"
+
+    def follow(self, sequence: str, step: str) -> None:
+        """Wait until every rank has come to the next step of ``sequence``, and see that it is the same one.
+
+        Collective: every rank of the group.  Slow ranks are waited for as long as collectives wait.
+
+        Raises:
+            ShardMismatchError: If a rank came to another step; names both.
+        """
+        self._enter(sequence, step, _differing_steps, patient=True)
+
+    def _enter(
+        self,
+        sequence: str,
+        entry: str,
+        judge: Callable[[Sequence[str]], str | None],
+        *,
+        patient: bool,
+    ) -> None:
+        store = self._store
+        if store is None or self._size == 1:
+            return
+        place = f"{sequence}/{next(self._calls[sequence])}"
+        store.set(f"{place}/{self._rank}", entry)
+        if store.add(f"{place}/count", 1) == self._size:
+            entries = [store.get(f"{place}/{rank}").decode() for rank in range(self._size)]
+            store.set(f"{place}/verdict", judge(entries) or "")
+            for rank in range(self._size):
+                store.delete_key(f"{place}/{rank}")
+        self._wait(store, place, entry, patient=patient)
+        verdict = store.get(f"{place}/verdict").decode()
+        if store.add(f"{place}/count", 1) == 2 * self._size:
+            store.delete_key(f"{place}/verdict")
+            store.delete_key(f"{place}/count")
+        if verdict:
+            raise ShardMismatchError(verdict)
+
+    def _wait(self, store: Store, place: str, entry: str, *, patient: bool) -> None:
+        watch = the_watch()
+        patient = patient and not (watch is not None and watch.guarded)
+        deadline = time.monotonic() + (_LONGEST_WAIT if patient else 0.0)
+        while True:
+            try:
+                store.wait([f"{place}/verdict"], datetime.timedelta(seconds=entry_timeout()))
+            except RuntimeError as error:
+                absence = self._absence(store, place, entry)
+                if time.monotonic() > deadline:
+                    raise absence from error
+                warnings.warn(f"{absence}  Still waiting.", FsdpWarning, stacklevel=5)
+            else:
+                return
+
+    def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
+        missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))
         present = [rank for rank in range(self._size) if rank not in missing]
         return ShardMismatchError(
             describe(
-                f"{call} is collective but was entered by ranks {present} only: ranks {list(missing)} did not within "
+                f"{entry} is collective but was entered by ranks {present} only: ranks {list(missing)} did not within "
                 f"{entry_timeout():g} s",
                 rank=(self._rank, self._size),
                 remedy="Call it on every rank; to keep the result on rank 0 only, use rank0_only=True and still call "
@@ -106,18 +153,34 @@ class EntryGate:
             ranks=missing,
         )
 
-    def _compare(self, store: Store, number: int, call: str) -> None:
-        """The rank after this one speaks for all: a chain of equal neighbours is a group of equals."""
-        neighbour = (self._rank + 1) % self._size
-        other = store.get(f"{number}/{neighbour}").decode()
-        if other != call:
-            raise ShardMismatchError(
-                describe(
-                    f"rank {self._rank} entered {call} while rank {neighbour} entered {other}",
-                    remedy="Make the same collective calls in the same order on every rank.",
-                ),
-                ranks=(self._rank, neighbour),
-            )
+
+def _differing_calls(calls: Sequence[str]) -> str | None:
+    if len(set(calls)) == 1:
+        return None
+    return describe(
+        f"ranks entered different collective calls: {_by_rank(calls)}",
+        remedy="Make the same collective calls in the same order on every rank.",
+    )
+
+
+def _differing_steps(steps: Sequence[str]) -> str | None:
+    if len(set(steps)) == 1:
+        return None
+    return describe(
+        f"Forward order differs across ranks: {_by_rank(steps)}",
+        remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
+    )
+
+
+def _by_rank(entries: Sequence[str]) -> str:
+    """Which ranks said what; ``rank 0: a; ranks 1, 2: b``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        ranks.setdefault(entry, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {entry}"
+        for entry, who in ranks.items()
+    )
 
 
 _GATES: weakref.WeakKeyDictionary[ProcessGroup, EntryGate] = weakref.WeakKeyDictionary()

@@ -4,13 +4,21 @@ Note [Point-to-point gloo]
     gloo's ``reduce_scatter`` is an all-reduce of the whole buffer, and its ``all_gather`` copies through a
     temporary.  Sends and receives straight between the slices move the same bytes in under half the time (measured,
     docs/explanation/performance.md), run without gloo's worker threads, and let the sum be taken in rank order, so
-    that results are reproducible bit by bit.  Tags count launches, which all ranks make in the same order.
+    that results are reproducible bit by bit.
+
+Note [Tags]
+    Each unit sends its gathers under one tag and its reduces under another, so data of one unit never ends up in
+    another, whatever order ranks launch them in.  Messages of one tag between two ranks arrive in the order they were
+    sent.  A rank that waits for what a peer will never send is found by :mod:`fsdp.comm.watch`.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import time
+import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +28,7 @@ import torch.distributed as dist
 from .. import _torch
 from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work
 from .loopback import Loopback
+from .watch import Awaited, Channel, Watch, the_watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -31,8 +40,9 @@ _OPS: dict[str, Any] = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-_TAG_LIMIT = 1 << 20
-_TAG_BASE = 1 << 8
+_TAG_BASE = 1 << 20  # beyond what users choose for their own sends
+_TAG_OF_NOBODY = _TAG_BASE - 1
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collectives:
@@ -69,6 +79,9 @@ class NativeCollectives:
         self._device = device
         self.rank = group.rank()
         self.size = group.size()
+
+    def name_for_messages(self, name: str) -> None:
+        """The backend has messages of its own."""
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """One in-place ``all_gather_into_tensor`` a flat parameter, coalesced into one launch."""
@@ -112,38 +125,52 @@ class NativeCollectives:
 
 
 class PointToPointCollectives:
-    """gloo on the CPU by sends and receives in place (see Note [Point-to-point gloo])."""
+    """gloo on the CPU by sends and receives in place (see the notes above), for one unit.
+
+    Every rank of the group makes its instances in the same order.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._tags = itertools.count()
         self.rank = group.rank()
         self.size = group.size()
         # Each rank starts with the peer after it, so that no rank is everybody's first receiver.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._watch = the_watch()
+        serial = _SERIALS[group] = _SERIALS.get(group, -1) + 1
+        self._gather_tag = _TAG_BASE + 2 * serial
+        self._reduce_tag = self._gather_tag + 1
+        self._gathers = self._channel(f"{serial}/gather")
+        self._reduces = self._channel(f"{serial}/reduce")
+        self.name_for_messages(f"number {serial}")
+
+    def name_for_messages(self, name: str) -> None:
+        """Set the unit's name, which errors tell."""
+        self._gathers.text = f"the gather of unit {name or '<root>'!r}"
+        self._reduces.text = f"the reduction of unit {name or '<root>'!r}"
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
         works: list[Work] = []
+        tag = self._gather_tag
         for gather in gathers:
-            tag = self._next_tag()
             own = gather.slices[self.rank]
             if own.numel():
                 works += [
                     self._group.recv([gather.slices[peer]], peer, tag) for peer in self._peers
                 ]
                 works += [self._group.send([own], peer, tag) for peer in self._peers]
-        return Pending(works)
+        return _Exchange(self._gathers, self._watch, works)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """Send every peer its slice; add up the received ones in rank order when waited on."""
         works: list[Work] = []
         sums: list[_OrderedSum] = []
+        tag = self._reduce_tag
         for reduce in reduces:
             numel = reduce.out.numel()
             if not numel:
                 continue
-            tag = self._next_tag()
             received = torch.empty((self.size - 1) * numel, dtype=reduce.out.dtype).split(numel)
             for peer, chunk in zip(self._peers, received, strict=True):
                 works.append(self._group.recv([chunk], peer, tag))
@@ -151,7 +178,7 @@ class PointToPointCollectives:
             by_rank = dict(zip(self._peers, received, strict=True))
             by_rank[self.rank] = reduce.slices[self.rank]
             sums.append(_OrderedSum([by_rank[rank] for rank in range(self.size)], reduce.out))
-        return Pending([*works, *sums])
+        return _Exchange(self._reduces, self._watch, [*works, *sums])
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """Gloo's own all-reduce."""
@@ -161,8 +188,51 @@ class PointToPointCollectives:
         """Gloo's own broadcast."""
         return _broadcast(self._group, tensors, source)
 
-    def _next_tag(self) -> int:
-        return _TAG_BASE + next(self._tags) % _TAG_LIMIT
+    def _channel(self, kind: str) -> Channel:
+        key = f"{self._group.group_name}/{kind}"
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        channel = Channel(key, kind, ranks, self._interrupt)
+        if self._watch is not None:
+            self._watch.add(channel)
+        return channel
+
+    def _interrupt(self) -> None:
+        """End every wait over the group with an error: gloo closes its connections when a receive times out."""
+        nothing = torch.empty(1)
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([nothing], self._peers[0], _TAG_OF_NOBODY).wait(_AT_ONCE)
+
+
+class _Exchange:
+    """What a unit's gather or reduce has started; the watch knows while a thread waits for it."""
+
+    __slots__ = ("_awaited", "_watch", "_works")
+
+    def __init__(self, channel: Channel, watch: Watch | None, works: Sequence[Work]) -> None:
+        self._awaited = Awaited(channel, channel.launched, 0.0)
+        self._watch = watch
+        self._works = works
+        channel.launched += 1
+
+    def wait(self) -> None:
+        """Wait for every send and receive, then add up what came."""
+        watch = self._watch
+        if watch is None:
+            for work in self._works:
+                work.wait()
+            return
+        self._awaited.since = time.monotonic()
+        watch.begin(self._awaited)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            explanation = watch.explanation()
+            if explanation is not None:
+                raise explanation from error
+            raise
+        finally:
+            watch.end()
 
 
 class _OrderedSum:
@@ -193,6 +263,10 @@ class StagedCollectives:
         self._on_host = on_host
         self.rank = on_host.rank
         self.size = on_host.size
+
+    def name_for_messages(self, name: str) -> None:
+        """Pass it on."""
+        self._on_host.name_for_messages(name)
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Gather on the host, then copy to the device."""
@@ -240,3 +314,6 @@ def _broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], source: int
     options.rootRank = source
     options.rootTensor = 0
     return Pending([group.broadcast([tensor], options) for tensor in tensors])
+
+
+_SERIALS: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -50,6 +50,10 @@ class Recording:
         """Ranks in the group."""
         return self.inner.size
 
+    def name_for_messages(self, name: str) -> None:
+        """Pass it on.  Collective: none."""
+        self.inner.name_for_messages(name)
+
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Record and pass on.  Collective: as ``inner``."""
         self._record("all_gather", [gather.whole for gather in gathers])

@@ -39,6 +39,7 @@ class FlatParamHandle:
         rank: This rank in the shard group.
         flat_param: ``nn.Parameter`` ``[shard_numel]`` in the original dtype: this rank's shard.
         unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
+        holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
     """
@@ -90,6 +91,11 @@ class FlatParamHandle:
             expose_originals=orig_mode,
         )
         self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
+        held = [
+            slot.span.numel == 0 or piece.in_slot.numel > 0
+            for slot, piece in zip(self.layout.slots, self.pieces, strict=True)
+        ]
+        self.holds: list[bool] = held if orig_mode else [True]
         self._prepare_exposure()
         self._build_unsharded()
         self._point_at_shard()

@@ -22,6 +22,7 @@ __all__ = [
     "SharedParamInfo",
     "UnshardedStorage",
     "make_flat_parameter",
+    "set_grad",
 ]
 
 
@@ -134,6 +135,13 @@ def make_flat_parameter(
     vars(flat).update(metadata)
     assert isinstance(flat, FlatParameter)
     return flat
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Make ``grad`` the gradient of ``param``, whatever dtype it has (gradients may be kept in a lower one)."""
+    if grad is not None and grad.dtype != param.dtype:
+        param.grad_dtype = grad.dtype
+    param.grad = grad
 
 
 def _param_info(site: Site) -> ParamInfo:

@@ -49,6 +49,7 @@ class BuildArguments:
     forward_prefetch: bool
     limit_all_gathers: bool
     use_orig_params: bool
+    allow_unused: str | None = None
 
     def unit_config(self) -> UnitConfig:
         """The part of the arguments that matters in a step."""
@@ -59,6 +60,7 @@ class BuildArguments:
             forward_prefetch=self.forward_prefetch,
             limit_all_gathers=self.limit_all_gathers,
             orig_mode=self.use_orig_params,
+            any_rank=self.allow_unused == "any_rank",
             device=self.device,
         )
 

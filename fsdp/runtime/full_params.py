@@ -14,6 +14,7 @@ import torch
 from ..comm.collectives import Gather
 from ..errors import UnsupportedError, describe
 from ..flat.handle import FlatParamHandle
+from ..flat.parameter import set_grad
 from ..flat.views import slot_view
 from .unit import Unit
 
@@ -87,7 +88,7 @@ class _Summoned:
                 for managed, slot, present in zip(
                     handle.params, handle.layout.slots, grad.present, strict=True
                 ):
-                    managed.param.grad = slot_view(grad.whole, slot) if present else None
+                    set_grad(managed.param, slot_view(grad.whole, slot) if present else None)
         self._grads = grads
 
     def leave(self, *, writeback: bool) -> None:
@@ -127,7 +128,7 @@ class _Summoned:
         flags = iter(present.tolist())
         has = {handle: [bool(next(flags)) for _ in handle.exposed] for handle in trainable}
         chosen = [handle for handle in trainable if any(has[handle])]
-        wholes = gather_flat(unit, [_shard_grad(handle) for handle in chosen], chosen)
+        wholes = gather_flat(unit, [_shard_grad(unit, handle) for handle in chosen], chosen)
         return {
             handle: _FullGrad(
                 whole, has[handle] if handle.orig_mode else has[handle] * len(handle.params)
@@ -143,10 +144,9 @@ class _Summoned:
                 param.grad.copy_(grad)
 
 
-def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
+def _shard_grad(unit: Unit, handle: FlatParamHandle) -> torch.Tensor:
     """The gradient of the whole shard ``[shard_numel]``, zeros where a parameter has none."""
-    present = [param.grad for param in handle.exposed if param.grad is not None]
-    dtype = present[0].dtype if present else handle.dtype
+    dtype = unit.grad_dtype(handle)  # the same on a rank that has none
     shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.device)
     for param, view in zip(handle.exposed, handle.split_shard(shard), strict=True):
         if param.grad is not None:

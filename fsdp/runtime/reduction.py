@@ -19,9 +19,9 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import DONE, Reduce, Work
-from ..comm.entry import naming_failures
 from ..errors import UsageError, describe
 from ..flat.handle import FlatParamHandle
+from ..flat.parameter import set_grad
 from .buffers import GradBuffer
 
 if TYPE_CHECKING:
@@ -135,27 +135,27 @@ def collect(handle: FlatParamHandle, buffer: GradBuffer, *, add: bool) -> list[b
 def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) -> None:
     """Make ``shard`` ``[shard_numel]`` the gradient of the exposed parameters, or add it to the one they have.
 
-    In orig mode a parameter that nothing used keeps the gradient it has, None included.
+    A parameter that nothing used, or of which this rank holds nothing, keeps the gradient it has, None included.
+
+    Args:
+        handle: Whose parameters.
+        shard: ``[shard_numel]``.
+        used: For each exposed parameter whether it was used.
     """
     totals: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
-    wanted = used if handle.orig_mode else (True,)
-    for param, grad, is_used in zip(handle.exposed, handle.split_shard(shard), wanted, strict=True):
-        if not is_used or not param.requires_grad:
+    for param, grad, is_used, held in zip(
+        handle.exposed, handle.split_shard(shard), used, handle.holds, strict=True
+    ):
+        if not is_used or not held or not param.requires_grad:
             continue
         if param.grad is None:
-            _set_grad(param, grad)
+            set_grad(param, grad)
         else:
             totals.append(param.grad)
             terms.append(grad)
     if totals:
         _torch.foreach_add(totals, terms)
-
-
-def _set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    if grad.dtype != param.dtype:
-        param.grad_dtype = grad.dtype
-    param.grad = grad
 
 
 class Reduction:
@@ -169,7 +169,7 @@ class Reduction:
 
     def wait(self) -> None:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
-        with naming_failures(f"reducing the gradients of unit {self._unit.name or '<root>'!r}"):
+        with self._unit.reducing:
             self._work.wait()
         self._work = (
             DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
@@ -226,5 +226,6 @@ class Reduction:
                 part.out.div_(unit.postdivide)
             dtype = unit.grad_dtype(part.handle)
             grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
-            publish(part.handle, grad, part.used)
-            unit.root.usage.note(part.handle, grad, part.used)
+            used = part.used if part.handle.orig_mode else [any(part.used)]
+            publish(part.handle, grad, used)
+            unit.root.usage.note(part.handle, grad, used)

@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
 
 import torch
@@ -14,10 +13,10 @@ import torch
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
 from ..errors import TrainingStateError, describe
-from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool
+from .lockstep import Lockstep
 from .reduction import Reduction
 from .streams import Streams, streams_for
 from .unit import Residency, Unit
@@ -37,6 +36,7 @@ class Root:
     Attributes:
         units: Every unit, the outermost first, in the order of the module walk.
         order: What ran when, for prefetching.
+        lockstep: The fixed order of communication, where ranks may use different units.
         streams: Where communication runs.
         pool: Buffers for gradients.
         stack: Units whose forward is running, outermost first.
@@ -62,12 +62,11 @@ class Root:
         self._in_flight: deque[Reduction] = deque()
         self._abandoned: list[Reduction] = []
         self._backward_frame: FrameType | None = None
+        self._sequence = units[0].gate.new_sequence()
+        self._order_is_agreed = False
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
-            unit.root = self
-            unit.index = index
-            unit.name = name
-            for handle in unit.handles:
-                handle.name_with(partial(join_names, name))
+            unit.join_root(self, index, name)
+        self.lockstep = Lockstep(self.units)
 
     @property
     def training_state(self) -> TrainingState:
@@ -113,11 +112,32 @@ class Root:
         self._owner = threading.get_ident()
         self.close_saves()
         self.entered_with_grad = torch.is_grad_enabled()
-        for unit in self.units:
-            unit.reshard()
+        self._reshard_all()
         if entry.index == 0:
             self.order.start_iteration()
         self.streams.start_step()
+
+    def begin_unit(self, unit: Unit) -> None:
+        """The forward of ``unit`` begins; in the first iteration the ranks see that they all run the same one.
+
+        Collective: every rank of the shard group, in the first iteration.
+
+        Raises:
+            ShardMismatchError: If another rank runs another unit; names both.
+        """
+        self.order.begin(unit.index)
+        if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
+            unit.gate.follow(self._sequence, f"unit {unit.name or '<root>'!r}")
+
+    def before_gather(self, unit: Unit) -> None:
+        """The gather of ``unit`` is about to start."""
+        if self.lockstep.on:
+            self.lockstep.gather_before(unit)
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+        self.lockstep.start_over()
 
     def close_saves(self) -> None:
         """Put the parameters back that a ``state_dict()`` which failed half way has left summoned."""
@@ -128,8 +148,13 @@ class Root:
         """The last unit of a forward is left: free what was gathered ahead and not used."""
         if not _torch.in_backward():
             self._entry_frame = None
+            self._order_is_agreed = True
+            if self.lockstep.on:
+                self.lockstep.gather_all()
+                if not self.entered_with_grad:
+                    self._reshard_all()
             for unit in self.units:
-                if unit.residency is Residency.GATHERING:
+                if unit.residency is Residency.GATHERING and not self.lockstep.on:
                     unit.reshard()
                 if self.entered_with_grad:
                     unit.remember_versions()
@@ -159,6 +184,8 @@ class Root:
         self.backward_running = True
         self._backward_frame = _engine_frame()
         _torch.queue_end_of_backward(self.end_backward)
+        if self.lockstep.on:
+            self.lockstep.begin_backward()
 
     def backward_was_lost(self) -> bool:
         """Whether the backward that began is not the one that runs now, nor around it: it has failed.
@@ -177,7 +204,14 @@ class Root:
             if preceding is not None:
                 self.units[preceding].start_unshard()
 
-    def start_reduction(self, unit: Unit) -> None:
+    def reduce(self, unit: Unit) -> None:
+        """The gradients of ``unit`` have arrived: reduce them, now or when their turn comes."""
+        if self.lockstep.on:
+            self.lockstep.reduce(unit, self._start_reduction)
+        else:
+            self._start_reduction(unit)
+
+    def _start_reduction(self, unit: Unit) -> None:
         """Reduce ``unit``'s gradients; wait for the oldest reduction first if too many are in flight."""
         limit = _REDUCTIONS_IN_FLIGHT[self.streams.host_synchronous]
         while len(self._in_flight) >= limit:
@@ -193,10 +227,11 @@ class Root:
         for unit in reversed(self.units):
             if unit.partly_arrived or (unit.accumulating and unit.sync_gradients):
                 unit.finish_backward()
+        if self.lockstep.on:
+            self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()
         self._agree_on_use()
-        for unit in self.units:
-            unit.reshard()
+        self._reshard_all()
         self.backward_running = False
         self._backward_frame = None
 
@@ -204,8 +239,8 @@ class Root:
         """Once for all units of a group, whether or not this rank left anything out."""
         groups: dict[tuple[int, int, int], list[Unit]] = {}
         for unit in self.units:
-            trained = any(handle.requires_grad for handle in unit.handles)
-            if trained and unit.config.orig_mode and unit.sync_gradients and unit.world_size > 1:
+            asked = unit.config.orig_mode or self.lockstep.on
+            if asked and unit.trains and unit.sync_gradients and unit.world_size > 1:
                 groups.setdefault(unit.group_key, []).append(unit)
         with torch.no_grad():
             for members in groups.values():
@@ -242,6 +277,7 @@ class Root:
         self.backward_running = False
         for unit in self.units:
             unit.reset()
+        self.lockstep.start_over()
 
 
 def _caller_of_caller() -> FrameType | None:

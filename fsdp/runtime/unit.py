@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from ..comm.entry import EntryGate, naming_failures
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..errors import TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
+from ..names import join_names
 from . import precision
 from .buffers import GradBuffer
 from .guard import remember_accumulating, remember_left_behind
@@ -40,6 +42,7 @@ class UnitConfig:
         forward_prefetch: Whether the next gather of the forward is started explicitly.
         limit_all_gathers: Kept for its name; gathers are always bounded (see Note [Stream order]).
         orig_mode: ``use_orig_params``.
+        any_rank: ``allow_unused="any_rank"``: ranks may use different parts of the unit, or none.
         device: Where the unit computes.
     """
 
@@ -49,6 +52,7 @@ class UnitConfig:
     forward_prefetch: bool
     limit_all_gathers: bool
     orig_mode: bool
+    any_rank: bool
     device: torch.device
 
     @property
@@ -160,6 +164,19 @@ class Unit:
         made.gradient_divisor = self.gradient_divisor
         return made
 
+    def join_root(self, root: Root, index: int, name: str) -> None:
+        """Become unit number ``index`` of ``root``, called ``name`` in messages."""
+        self.root = root
+        self.index = index
+        self.name = name
+        said = name or "<root>"
+        self._gathering = naming_failures(f"gathering the parameters of unit {said!r}")
+        self.reducing = naming_failures(f"reducing the gradients of unit {said!r}")
+        self.shard.name_for_messages(name)
+        self.replicate.name_for_messages(name)
+        for handle in self.handles:
+            handle.name_with(partial(join_names, name))
+
     # -- residency -------------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
@@ -168,6 +185,7 @@ class Unit:
         Collective: every rank of the shard group.
         """
         if self.residency is Residency.SHARDED:
+            self.root.before_gather(self)
             self._check_unchanged()
             self.residency = Residency.GATHERING
             if self._gathers:
@@ -177,7 +195,7 @@ class Unit:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
         if self.residency is Residency.GATHERING:
             if self._work is not None:
-                with naming_failures(f"gathering the parameters of unit {self.name or '<root>'!r}"):
+                with self._gathering:
                     self._work.wait()
                 self._work = None
             self.residency = Residency.UNSHARDED
@@ -194,6 +212,11 @@ class Unit:
             self.root.streams.released()
             for handle in self.handles:
                 handle.unsharded.free()
+
+    def release(self) -> None:
+        """Free the gathered parameters, unless ranks that use different units must keep them (see ``Lockstep``)."""
+        if not self.root.lockstep.on:
+            self.reshard()
 
     def _show_leaves(self) -> None:
         if not self._shows_leaves:
@@ -303,10 +326,11 @@ class Unit:
         recomputing = _torch.in_backward()
         if self.residency is Residency.SHARDED and not recomputing:
             self.follow_user_changes()
+        if not recomputing:
+            root.begin_unit(self)
         self.start_unshard()
         self.wait_unshard()
         if not recomputing:
-            root.order.begin(self.index)
             root.prefetch_forward(self)
         self._active += 1
         self._show_leaves()
@@ -346,7 +370,7 @@ class Unit:
             awaited and not self.root.reshards_after_forward(self)
         )
         if not keep and not self._active:
-            self.reshard()
+            self.release()
 
     def _hook_outputs(self, output: Any) -> bool:
         """Have the backward of each output tensor call :meth:`_pre_backward`; whether there is any.
@@ -391,7 +415,7 @@ class Unit:
         """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
         self._open_uses = max(0, self._open_uses - 1)
         if not self._open_uses and self.residency is Residency.UNSHARDED and not self._active:
-            self.reshard()
+            self.release()
 
     def _check_summoned_forward(self) -> None:
         if torch.is_grad_enabled() and self._expected:
@@ -460,10 +484,10 @@ class Unit:
         self._missing = self._expected
         self._backward_task = None
         if self.sync_gradients:
-            root.start_reduction(self)
+            root.reduce(self)
         else:
             self._accumulate()
-        self.reshard()
+        self.release()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
 
     # -- gradients -------------------------------------------------------------------------------------------------
@@ -519,6 +543,11 @@ class Unit:
     def group_key(self) -> tuple[int, int, int]:
         """What identifies the ranks of the two axes: equal for units over the same groups."""
         return id(self.gate), self.shard.size, self.replicate.size
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter of the unit wants a gradient."""
+        return self._expected > 0
 
     @property
     def accumulating(self) -> bool:

@@ -1,6 +1,6 @@
 """Which parameters any rank computed a gradient for, when this rank did not.
 
-In orig mode a parameter that no rank used keeps ``.grad`` None, so that an optimizer leaves it alone.  A rank that did
+A parameter that no rank used keeps ``.grad`` None, so that an optimizer leaves it alone.  A rank that did
 not use it can not tell by itself, and must not ask alone: so in each backward every rank tells all others once, in one
 small all-reduce, and a rank reads the answer only if it left something out.
 """
@@ -13,6 +13,7 @@ import torch
 
 from ..comm.collectives import Collectives
 from ..flat.handle import FlatParamHandle
+from .reduction import publish
 
 __all__ = ["Usage", "agree"]
 
@@ -22,18 +23,16 @@ class Usage:
 
     def __init__(self) -> None:
         self.flags: dict[FlatParamHandle, list[bool]] = {}
-        self.withheld: list[tuple[FlatParamHandle, torch.Tensor]] = []
+        self.withheld: list[tuple[FlatParamHandle, torch.Tensor, Sequence[bool]]] = []
 
     def note(self, handle: FlatParamHandle, grad: torch.Tensor, used: Sequence[bool]) -> None:
         """``grad`` ``[shard_numel]`` was published for the parameters that ``used`` says this rank used."""
-        if not handle.orig_mode:
-            return
         before = self.flags.get(handle)
         self.flags[handle] = (
             list(used) if before is None else [a or b for a, b in zip(before, used, strict=True)]
         )
         if not all(used):
-            self.withheld.append((handle, grad))
+            self.withheld.append((handle, grad, used))
 
     def clear(self) -> None:
         """Forget this backward."""
@@ -49,7 +48,9 @@ def agree(
     Collective: every rank of ``collectives``, with the same handles.
     """
     mine = [
-        used for handle in handles for used in usage.flags.get(handle, [False] * len(handle.params))
+        used
+        for handle in handles
+        for used in usage.flags.get(handle, [False] * len(handle.exposed))
     ]
     flags = torch.tensor(mine, dtype=torch.uint8, device=handles[0].device)
     for group in collectives:
@@ -57,15 +58,7 @@ def agree(
     if not usage.withheld:
         return
     answers = iter(flags.tolist())
-    anyone = {handle: [bool(next(answers)) for _ in handle.params] for handle in handles}
-    for handle, grad in usage.withheld:
-        mine_of = usage.flags[handle]
-        pieces = handle.split_shard(grad)
-        for param, piece, used, elsewhere in zip(
-            handle.exposed, pieces, mine_of, anyone[handle], strict=True
-        ):
-            if elsewhere and not used and param.requires_grad:
-                if param.grad is None:
-                    param.grad = piece
-                else:
-                    param.grad.add_(piece)
+    anyone = {handle: [bool(next(answers)) for _ in handle.exposed] for handle in handles}
+    for handle, grad, here in usage.withheld:
+        only_elsewhere = [a and not h for a, h in zip(anyone[handle], here, strict=True)]
+        publish(handle, grad, only_elsewhere)

@@ -83,7 +83,10 @@ def dtypes(param, reduce, buffer, keep):
             wanted = param if keep and param is not None else FP32
             for wrapper_param in model.parameters():
                 assert wrapper_param.dtype == FP32
-                assert wrapper_param.grad.dtype == wanted
+                # A rank that holds nothing of a parameter has no gradient of it.
+                assert wrapper_param.grad is None or wrapper_param.grad.dtype == wanted
+            grads = [param.grad for param in model.parameters() if param.numel()]
+            assert None not in grads
             # Flags of used parameters travel as uint8 once a backward; everything else is gradients.
             reduces = [
                 event
