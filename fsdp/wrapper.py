@@ -16,6 +16,7 @@ from torch import nn
 
 from . import _torch
 from .comm.topology import Axes, resolve_axes
+from .comm.watch import the_watch
 from .config import (
     BackwardPrefetch,
     CPUOffload,
@@ -98,6 +99,9 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: Show users their own parameters (over this rank's pieces) instead of one flat parameter.
         ignored_states: Parameters or modules to leave alone; excludes ``ignored_modules``.
         device_mesh: Instead of ``process_group``: 1-D, or 2-D ``(replicate, shard)`` with hybrid sharding.
+        allow_unused: ``"any_rank"`` if ranks may use different parameters or units in a step, or in another order; what
+            a rank did not use counts as a zero gradient.  Parameters then stay whole from forward to backward.  With
+            None such a step is an error.  What no rank uses never gets a gradient either way.
 
     Raises:
         ConfigError: If an argument is wrong or contradicts another, before anything is changed.
@@ -131,6 +135,7 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        allow_unused: str | None = None,
     ) -> None:
         super().__init__()
         check_not_wrapped(module, _is_wrapped)
@@ -161,6 +166,7 @@ class FullyShardedDataParallel(nn.Module):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
+            allow_unused=_one_of("allow_unused", allow_unused, (None, "any_rank")),
         )
         _check_offload(arguments)
         overrides = plan_overrides(
@@ -414,6 +420,34 @@ class FullyShardedDataParallel(nn.Module):
             )
         for unit in _units_in(self):
             unit.gradient_divisor = divisor
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Within the context, a rank that fails or stays away is an error on the ranks that wait for it.
+
+        They learn of an exception that left the context on another rank within about a second, and of a rank that
+        has not come for ``FSDP_ENTRY_TIMEOUT`` seconds (60 by default), instead of waiting for the backend's
+        timeout.  The process group can not be used afterwards: restart from the last checkpoint.  Without a guard
+        only ranks that wait for each other in a circle are an error, and ranks that are late a warning.  On CPU
+        with gloo; NCCL has a watchdog of its own.  Collective: none; every rank enters.
+
+        Example::
+
+            with model.guard():
+                for batch in batches:
+                    train_step(model, batch)
+        """
+        watch = the_watch()
+        if watch is None:
+            yield
+            return
+        watch.enter_guard()
+        try:
+            yield
+        except BaseException as error:
+            watch.leave_guard(error)
+            raise
+        watch.leave_guard(None)
 
     def reset(self) -> None:
         """Forget a step that failed half way; gradients that were published stay.
@@ -935,6 +969,13 @@ def _of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
         raise ConfigTypeError(
             f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."
         )
+    return value
+
+
+def _one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{name} is {value!r}: expected one of {listed}.")
     return value
 
 
