@@ -1,0 +1,175 @@
+"""A failure on one rank ends the wait of the others with an error that says so; slowness never does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp.comm.watch import Position, find_circle
+from tests.support.ranks import run_ranks
+from tests.support.scripts import assert_same_gradients, batch, build, dense_grads, full_grads, wrap
+
+LIMIT = 2.0
+
+
+def script(model, rank, step=0):
+    model(batch(rank, step)).square().sum().backward()
+
+
+def fails_on_rank_one(where, guarded):
+    """One good step, then rank 1 raises ``where`` in the step; what rank 0 got to see, and after how long."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = str(LIMIT)
+    rank = dist.get_rank()
+    model = wrap(build())
+    guard = model.guard() if guarded else contextlib.nullcontext()
+    script(model, rank)
+    if rank == 1:
+        fail_in(model.module.blocks[1].module, where)
+    start = time.monotonic()
+    try:
+        with guard:
+            script(model, rank)
+    except (KeyError, RuntimeError) as error:
+        seconds = time.monotonic() - start
+        time.sleep(2 * LIMIT if rank == 1 else 0)  # alive: nothing but the guard tells the others
+        return seconds, type(error).__name__, str(error)
+    return None
+
+
+def fail_in(module, where):
+    def fail(*_):
+        raise KeyError("on purpose")
+
+    if where == "forward":
+        module.register_forward_hook(fail)
+    else:
+        module.up.register_full_backward_hook(fail)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_within_a_guard_an_exception_on_one_rank_reaches_the_others_in_time(where):
+    waiting, failing = run_ranks(fails_on_rank_one, 2, where, True)
+    assert failing[1] == "KeyError"
+    seconds, kind, message = waiting
+    assert kind == "ShardMismatchError"
+    assert seconds < LIMIT
+    assert "rank 1 has failed: KeyError: 'on purpose'" in message
+    assert "unit 'blocks." in message or "unit '<root>'" in message
+
+
+def stays_away():
+    """Rank 1 does something else for long, without failing."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = str(LIMIT)
+    model = wrap(build())
+    script(model, dist.get_rank())
+    if dist.get_rank() == 1:
+        time.sleep(3 * LIMIT)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] are not waiting") as caught, model.guard():
+        script(model, 0)
+    return time.monotonic() - start, type(caught.value).__name__
+
+
+def test_within_a_guard_a_rank_that_stays_away_is_named_after_the_limit():
+    seconds, kind = run_ranks(stays_away, 2)[0]
+    assert LIMIT <= seconds < 2.5 * LIMIT
+    assert kind == "ShardMismatchError"
+
+
+def slow():
+    """Rank 1 is late by several limits, without a guard: the step is right, and rank 0 was warned."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "0.4"
+    rank = dist.get_rank()
+    expected = dense_grads(build(), script, 2)
+    model = wrap(build())
+    for _ in range(2):
+        model.zero_grad()
+        if rank == 1:
+            time.sleep(2.0)
+        with pytest.warns(UserWarning, match="rank") if rank == 0 else contextlib.nullcontext():
+            script(model, rank)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+
+
+def test_without_a_guard_a_slow_rank_is_waited_for_and_warned_about():
+    run_ranks(slow, 2)
+
+
+def caught_on_every_rank():
+    """All ranks fail in the same place inside a guard, and go on: the next guarded step equals a fresh one."""
+    rank = dist.get_rank()
+    expected = dense_grads(build(), script, dist.get_world_size())
+    model = wrap(build())
+    for where in ("up", "down"):
+        module = getattr(model.module.blocks[1].module, where)
+        handle = module.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), model.guard():
+            script(model, rank)
+        handle.remove()
+        model.zero_grad()
+        with model.guard():
+            script(model, rank)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_failure_on_every_rank_leaves_guarded_steps_as_good_as_fresh_ones(world_size):
+    run_ranks(caught_on_every_rank, world_size)
+
+
+def position(awaited, launched, ranks):
+    return Position(awaited, 0, f"the {awaited}", ranks, launched)
+
+
+def test_a_circle_is_found_only_where_nobody_can_move():
+    both = (0, 1)
+    stuck = {0: position("a", {"a": 1}, both), 1: position("b", {"b": 1}, both)}
+    assert find_circle(stuck, 0) == [0, 1]
+    # Rank 1 has launched what rank 0 waits for: the network is slow.
+    assert find_circle({**stuck, 1: position("b", {"a": 1, "b": 1}, both)}, 0) is None
+    # Rank 1 is not waiting: it computes.
+    assert find_circle({0: stuck[0]}, 0) is None
+    # Rank 0 waits for rank 1, which waits for rank 2 over another group, and rank 2 computes.
+    chain = {0: position("a", {"a": 1}, both), 1: position("c", {"c": 1}, (1, 2))}
+    assert find_circle(chain, 0) is None
+    # Rank 2 waits for rank 1 in turn: rank 0 is stuck behind their circle.
+    assert find_circle({**chain, 2: position("d", {"d": 1}, (1, 2))}, 0) == [1, 2]
+
+
+def reset_by_hand():
+    rank = dist.get_rank()
+    expected = dense_grads(build(), script, dist.get_world_size())
+    model = wrap(build())
+    model(batch(rank))  # a forward whose backward never comes
+    model.reset()
+    assert not any(
+        handle.unsharded.flat.untyped_storage().size() and dist.get_world_size() > 1
+        for wrapper in type(model).fsdp_modules(model)
+        for handle in wrapper._handles
+    )
+    script(model, rank)
+    assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reset_frees_what_a_forgotten_step_has_gathered(world_size):
+    run_ranks(reset_by_hand, world_size)
+
+
+def ranks_that_stop_in_a_state_dict():
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    model = wrap(build())
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"state_dict.*ranks \[1, 2\] did not"):
+            model.state_dict()
+    assert torch.is_grad_enabled()
+
+
+def test_a_state_dict_on_rank_zero_only_names_the_call_and_the_missing_ranks():
+    run_ranks(ranks_that_stop_in_a_state_dict, 3)
