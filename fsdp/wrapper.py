@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from . import _torch
 from .comm.topology import Axes, resolve_axes
@@ -20,7 +20,6 @@ from .comm.watch import the_watch
 from .config import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
@@ -57,11 +56,12 @@ from .names import (
     flat_param_name,
 )
 from .optim.clip import clip_units
+from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
 from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.model import StateHooks, check_loadable
-from .state.optim import full_optim_state, optim_state_to_load
+from .state.optim_interface import OptimStateInterface
 from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
 
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
     """Shard a module's parameters, gradients and optimizer state over ranks; gather parameters just in time.
 
     The module is wrapped in place: parameters are flattened, each rank keeps its shard, and the module's own
@@ -195,6 +195,7 @@ class FullyShardedDataParallel(nn.Module):
         self._arguments = arguments
         self._state_hooks = StateHooks(unit, arguments.axes.shard)
         self._forward_methods: list[str] = []
+        Joinable.__init__(self)
         if not arguments.use_orig_params:
             for index, handle in enumerate(unit.handles):
                 handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
@@ -377,9 +378,17 @@ class FullyShardedDataParallel(nn.Module):
                     remedy="Run the last backward of the accumulation outside no_sync.",
                 )
             )
+        uneven = self._unit.root.uneven
+        if uneven is not None:
+            uneven.clip(float(max_norm), float(norm_type))
+        return self._clip(float(max_norm), float(norm_type))
+
+    @torch.no_grad()
+    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        units = _units_in(self)
         managed = {param for unit in units for handle in unit.handles for param in handle.exposed}
         others = [param for param in self.parameters() if param not in managed]
-        return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
+        return clip_units(units, others, max_norm, norm_type, self.compute_device)
 
     def register_forward_method(self, name: str) -> None:
         """Let the wrapped module's method ``name`` gather parameters as its forward does.
@@ -480,6 +489,65 @@ class FullyShardedDataParallel(nn.Module):
         for unit in units:
             unit.comm_hook = hook
             unit.comm_hook_state = state
+
+    # -- uneven inputs ---------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``with Join([model])`` asks for, so that ranks may have different numbers of batches.
+
+        Ranks without data follow the others: forwards, backwards, ``clip_grad_norm_`` and steps of the optimizers
+        over the model's parameters, with the others' hyper-parameters.  Gradients are divided by the number of ranks
+        that still have data.  Each forward may have one backward; evaluate under ``torch.no_grad()``.
+
+        Collective: every rank of the process group enters the context.
+
+        Args:
+            kwargs: Of ``Join``: ``divide_by_initial_world_size=True`` divides by all ranks instead; ``optimizers``
+                names the optimizers, which are otherwise found by themselves.
+
+        Raises:
+            UsageError: If this is not the outermost wrapper.
+            UnsupportedError: If a communication hook is registered and gradients are not divided by all ranks.
+
+        Example::
+
+            with Join([model]):
+                for batch in batches:  # more on some ranks than on others
+                    model(batch).mean().backward()
+                    model.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        self._check_is_outermost("join_hook")
+        root, by_all = self._unit.root, bool(kwargs.get("divide_by_initial_world_size", False))
+        check_joinable(root, by_all=by_all)
+        if root.uneven is not None:
+            root.uneven.leave()
+        root.uneven = UnevenInputs(
+            root,
+            self.join_process_group,
+            self._notify_join,
+            optimizers=kwargs.get("optimizers"),
+            by_all=by_all,
+        )
+        return UnevenInputsHook(root.uneven, self._clip)
+
+    def _notify_join(self) -> bool:
+        """Tell ranks without data that something is to come; whether there is a context that can have such ranks."""
+        enabled: bool = self._join_config.enable
+        if enabled:
+            Join.notify_join_context(self)
+        return enabled
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` communicates.  Collective: none."""
+        return self.compute_device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """All ranks that hold parts of the model.  Collective: none."""
+        return group_of_all(self._unit.root, self.process_group)
 
     # -- whole parameters ------------------------------------------------------------------------------------------
 
@@ -658,90 +726,6 @@ class FullyShardedDataParallel(nn.Module):
             rest = key[len(prefix) :]
             if not rest.startswith(FSDP_PREFIX):
                 state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any] | None = None,
-        group: ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """The optimizer's state with whole tensors, keyed by names in the unwrapped model.
-
-        It can be loaded at any world size, wrapping and exposure, and into an optimizer of the unwrapped model.
-
-        Collective: every rank of ``group`` and of every unit's process group; one gather a unit.
-
-        Args:
-            model: A wrapper, or a module that contains some.
-            optim: Optimizer over the model's parameters.
-            optim_state_dict: ``optim.state_dict()``, if it was changed.
-            group: Ranks that take part; the default group if None.
-
-        Returns:
-            ``{"state": {fqn: {...}}, "param_groups": [...]}``; an empty dict on ranks that the current
-            ``optim_state_dict_config`` leaves out.
-
-        Raises:
-            UsageError: If the optimizer holds parameters that the model does not have.
-            CheckpointError: If a state tensor has neither its parameter's shape nor one element.
-        """
-        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
-        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        return full_optim_state(
-            model,
-            _units_in(model),
-            optim,
-            optim_state_dict,
-            keep=not rank0_only or dist.get_rank(group) == 0,
-            to_cpu=config.offload_to_cpu,
-            group=group,
-        )
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """As :meth:`optim_state_dict`; an empty dict on all ranks but the first of ``group`` if ``rank0_only``.
-
-        Collective: every rank of ``group`` and of every unit's process group.
-        """
-        keep = not rank0_only or dist.get_rank(group) == 0
-        return full_optim_state(model, _units_in(model), optim, keep=keep, group=group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a whole optimizer state, to be given to ``optim.load_state_dict``.
-
-        Collective: none.
-
-        Args:
-            model: A wrapper, or a module that contains some.
-            optim: Optimizer over the model's parameters.
-            optim_state_dict: As :meth:`optim_state_dict` returns it, or the state dict of a plain optimizer over the
-                unwrapped model; the same on every rank.  It is not changed.
-            is_named_optimizer: Accepted for its name.
-            load_directly: Also load it into ``optim``.
-            group: Accepted for its name.
-
-        Raises:
-            CheckpointError: If the dict does not fit; it names the parameter.
-        """
-        local = optim_state_to_load(model, _units_in(model), optim, optim_state_dict)
-        if load_directly:
-            optim.load_state_dict(local)
-        return local
 
     # -- what other tools look at ----------------------------------------------------------------------------------
 

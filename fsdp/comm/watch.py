@@ -212,7 +212,9 @@ class Watch:
         while self._verdict is None:
             time.sleep(min(_LONGEST_PERIOD, entry_timeout() / 4))
             try:
-                awaited = min(list(self._waiting.values()), key=lambda found: found.since, default=None)
+                awaited = min(
+                    list(self._waiting.values()), key=lambda found: found.since, default=None
+                )
                 if awaited is not None and self._guards and (failed := self._failures(awaited)):
                     self._interrupt(awaited, failed)
                     return

@@ -41,9 +41,9 @@ def clip_units(
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
     """
-    groups: dict[int, tuple[Collectives, list[torch.Tensor]]] = {}
+    groups: dict[tuple[int, int, int], tuple[Collectives, list[torch.Tensor]]] = {}
     for unit in units:
-        _, grads = groups.setdefault(id(unit.shard), (unit.shard, []))
+        _, grads = groups.setdefault(unit.group_key, (unit.shard, []))
         grads.extend(_grads(param for handle in unit.handles for param in handle.exposed))
     rest = _grads(others)
     every = [grad for _, grads in groups.values() for grad in grads] + rest

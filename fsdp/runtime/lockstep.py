@@ -5,9 +5,11 @@ need not: what a rank does not use it gathers and reduces all the same, at a pla
 
 ::
 
-    forward    a unit that is used gathers, after all units before it in ``Root.units``; the forward's end gathers the rest
-    backward   its beginning gathers what is not whole; units reduce from the last to the first, each when all after it
-               have; its end reduces the rest, with zeros where this rank computed nothing, and frees everything
+    forward    a unit that is used gathers, after all units before it in ``Root.units``;
+               the forward's end gathers the rest
+    backward   its beginning gathers what is not whole;
+               units reduce from the last to the first, each when all after it have;
+               its end reduces the rest, with zeros where this rank computed nothing, and frees everything
 
 No rank waits for an exchange before it has launched all those that precede it, so nobody can wait in a circle.  The
 price: parameters stay whole from a unit's first use to the end of the backward, as under ``SHARD_GRAD_OP``, and one
@@ -32,10 +34,11 @@ class Lockstep:
 
     Attributes:
         on: Whether units follow the fixed order.
+        always: Whether they do so outside ``Join`` as well.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.on = any(unit.config.any_rank for unit in units)
+        self.on = self.always = any(unit.config.any_rank for unit in units)
         self._units = units
         self._whole = 0
         self._to_reduce = 0

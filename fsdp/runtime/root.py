@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,22 @@ __all__ = ["Root"]
 _REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}  # by whether the host runs the computation itself
 
 
+class Announcer(Protocol):
+    """Tells other ranks what this one is about to do, inside ``Join``."""
+
+    def forward(self, *, with_grad: bool) -> None:
+        """A forward is about to begin."""
+
+    def backward(self) -> None:
+        """A backward is about to begin."""
+
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        """Gradients are about to be clipped."""
+
+    def leave(self) -> None:
+        """The context has ended."""
+
+
 class Root:
     """Runtime of a tree of units.
 
@@ -37,6 +54,8 @@ class Root:
         units: Every unit, the outermost first, in the order of the module walk.
         order: What ran when, for prefetching.
         lockstep: The fixed order of communication, where ranks may use different units.
+        uneven: Tells ranks without data what comes, inside ``Join``.
+        ranks_averaged: By how many ranks gradients are divided, if not by all.
         streams: Where communication runs.
         pool: Buffers for gradients.
         stack: Units whose forward is running, outermost first.
@@ -67,6 +86,8 @@ class Root:
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.join_root(self, index, name)
         self.lockstep = Lockstep(self.units)
+        self.uneven: Announcer | None = None
+        self.ranks_averaged: int | None = None
 
     @property
     def training_state(self) -> TrainingState:
@@ -111,6 +132,8 @@ class Root:
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
+        if self.uneven is not None:
+            self.uneven.forward(with_grad=torch.is_grad_enabled())
         self.entered_with_grad = torch.is_grad_enabled()
         self._reshard_all()
         if entry.index == 0:
@@ -148,7 +171,7 @@ class Root:
         """The last unit of a forward is left: free what was gathered ahead and not used."""
         if not _torch.in_backward():
             self._entry_frame = None
-            self._order_is_agreed = True
+            self._order_is_agreed = self._order_is_agreed or not self.lockstep.on
             if self.lockstep.on:
                 self.lockstep.gather_all()
                 if not self.entered_with_grad:
@@ -184,6 +207,8 @@ class Root:
         self.backward_running = True
         self._backward_frame = _engine_frame()
         _torch.queue_end_of_backward(self.end_backward)
+        if self.uneven is not None:
+            self.uneven.backward()
         if self.lockstep.on:
             self.lockstep.begin_backward()
 
@@ -234,6 +259,30 @@ class Root:
         self._reshard_all()
         self.backward_running = False
         self._backward_frame = None
+
+    # -- a rank without data ---------------------------------------------------------------------------------------
+
+    def follow_forward(self, *, with_grad: bool) -> None:
+        """Make the collective calls of a forward that other ranks run.
+
+        Collective: every rank of every shard group, in lockstep.
+        """
+        self._reshard_all()
+        self.entered_with_grad = with_grad
+        self.end_forward()
+
+    def follow_backward(self, *, sync: bool) -> None:
+        """Make the collective calls of a backward that other ranks run.
+
+        Collective: every rank of every unit's groups, in lockstep.
+        """
+        for unit in self.units:
+            unit.sync_gradients = sync
+        self.lockstep.begin_backward()
+        with torch.no_grad():
+            self.end_backward()
+        for unit in self.units:
+            unit.sync_gradients = True
 
     def _agree_on_use(self) -> None:
         """Once for all units of a group, whether or not this rank left anything out."""

@@ -516,7 +516,8 @@ class Unit:
     @property
     def postdivide(self) -> float:
         """What the sum is divided by, so that both divisions make the mean (or the sum over the set divisor)."""
-        divisor = self.world_size if self.gradient_divisor is None else self.gradient_divisor
+        ranks = self.root.ranks_averaged or self.world_size
+        divisor = ranks if self.gradient_divisor is None else self.gradient_divisor
         return divisor / self.predivide
 
     @property
