@@ -102,3 +102,9 @@ class Collectives(Protocol):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Copy each tensor from rank ``source`` of the group to every rank, in place."""
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """Send ``sends[r]`` to each rank r and fill ``receives[r]`` with what r sends to this one (1-D, uint8).
+
+        Sizes may differ and be zero; what one rank sends has the size the other receives.
+        """

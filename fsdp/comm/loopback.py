@@ -35,6 +35,11 @@ class Loopback:
         """Leave the tensors as they are.  Collective: none."""
         return DONE
 
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """Copy what this rank sends to itself.  Collective: none."""
+        receives[0].copy_(sends[0])
+        return DONE
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Leave the tensors as they are.  Collective: none."""
         return DONE

@@ -41,6 +41,7 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
 }
 _TAG_BASE = 1 << 20  # beyond what users choose for their own sends
+_EXCHANGE_TAG_BASE = 1 << 21  # after the two tags of every unit
 _TAG_OF_NOBODY = _TAG_BASE - 1
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -111,6 +112,17 @@ class NativeCollectives:
         """One ``broadcast`` a tensor."""
         return _broadcast(self._group, tensors, source)
 
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """One send and one receive a peer, coalesced into one launch."""
+        receives[self.rank].copy_(sends[self.rank])
+        launches: list[Callable[[], Work]] = []
+        for peer in range(self.size):
+            if peer != self.rank and sends[peer].numel():
+                launches.append(partial(self._group.send, [sends[peer]], peer, 0))
+            if peer != self.rank and receives[peer].numel():
+                launches.append(partial(self._group.recv, [receives[peer]], peer, 0))
+        return self._launch(launches)
+
     def _launch(self, launches: Sequence[Callable[[], Work]]) -> Work:
         if len(launches) == 1:
             return launches[0]()
@@ -139,15 +151,18 @@ class PointToPointCollectives:
         self._watch = the_watch()
         serial = _SERIALS[group] = _SERIALS.get(group, -1) + 1
         self._gather_tag = _TAG_BASE + 2 * serial
+        self._exchange_tag = _EXCHANGE_TAG_BASE + serial
         self._reduce_tag = self._gather_tag + 1
         self._gathers = self._channel(f"{serial}/gather")
         self._reduces = self._channel(f"{serial}/reduce")
+        self._exchanges = self._channel(f"{serial}/exchange")
         self.name_for_messages(f"number {serial}")
 
     def name_for_messages(self, name: str) -> None:
         """Set the unit's name, which errors tell."""
         self._gathers.text = f"the gather of unit {name or '<root>'!r}"
         self._reduces.text = f"the reduction of unit {name or '<root>'!r}"
+        self._exchanges.text = f"an exchange of pieces of unit {name or '<root>'!r}"
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
@@ -187,6 +202,22 @@ class PointToPointCollectives:
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Gloo's own broadcast."""
         return _broadcast(self._group, tensors, source)
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """One send and one receive a peer."""
+        receives[self.rank].copy_(sends[self.rank])
+        tag = self._exchange_tag
+        works: list[Work] = [
+            self._group.recv([receives[peer]], peer, tag)
+            for peer in self._peers
+            if receives[peer].numel()
+        ]
+        works += [
+            self._group.send([sends[peer]], peer, tag)
+            for peer in self._peers
+            if sends[peer].numel()
+        ]
+        return _Exchange(self._exchanges, self._watch, works)
 
     def _channel(self, kind: str) -> Channel:
         key = f"{self._group.group_name}/{kind}"
@@ -301,6 +332,14 @@ class StagedCollectives:
             staged = _host_copy(tensor)
             self._on_host.broadcast([staged], source).wait()
             tensor.copy_(staged)
+        return DONE
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """Exchange on the host, then copy to the device."""
+        staged = [_host_copy(tensor) for tensor in receives]
+        self._on_host.exchange([_host_copy(tensor) for tensor in sends], staged).wait()
+        for tensor, value in zip(receives, staged, strict=True):
+            tensor.copy_(value)
         return DONE
 
 

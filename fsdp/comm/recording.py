@@ -17,7 +17,7 @@ class Event:
     """One launch.
 
     Attributes:
-        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"broadcast"``.
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"broadcast"`` or ``"exchange"``.
         unit: Name of the unit it was launched for.
         numels: Unsharded element count of each tensor in the launch.
         dtypes: Their dtypes, without the ``torch.`` prefix.
@@ -73,6 +73,11 @@ class Recording:
         """Record and pass on.  Collective: as ``inner``."""
         self._record("broadcast", tensors)
         return self.inner.broadcast(tensors, source)
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
+        """Record and pass on.  Collective: as ``inner``."""
+        self._record("exchange", sends)
+        return self.inner.exchange(sends, receives)
 
     def _record(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
         if self.size == 1:

@@ -23,12 +23,13 @@ from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, des
 from ..flat.handle import FlatParamHandle
 from ..flat.sharing import ManagedParam, assign_owners
 from ..names import join_names
+from ..runtime.held import unit_of
 from ..runtime.unit import Unit, UnitConfig
 from ..wrap import select_units
 from .ignored import Ignored
 from .materialize import materialize_unit
 
-__all__ = ["BuildArguments", "build_units", "unit_of"]
+__all__ = ["BuildArguments", "build_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,6 @@ class BuildArguments:
             any_rank=self.allow_unused == "any_rank",
             device=self.device,
         )
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose hooks sit on ``module``, if it is wrapped.  Collective: none."""
-    for hook in _torch.forward_pre_hooks(module):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Unit):
-            return owner
-    return None
 
 
 def build_units(
