@@ -151,6 +151,11 @@ def buffer_table(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def persistent_buffers(module: nn.Module) -> list[str]:
+    """Names of ``module``'s own buffers that its state dict has.  Why: only the others are listed, and not publicly."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """``module``'s own child dictionary, to put a wrapper in a child's place whatever its name."""
     return module._modules

@@ -60,7 +60,8 @@ from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_
 from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
-from .state.model import StateHooks, check_loadable
+from .state.loading import agree, problem_of, receive_from_first
+from .state.model import StateHooks
 from .state.optim_interface import OptimStateInterface
 from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         self._fsdp_wrapped_module = module
         self._unit = unit
         self._arguments = arguments
-        self._state_hooks = StateHooks(unit, arguments.axes.shard)
+        self._state_hooks = StateHooks(unit, arguments.axes)
         self._forward_methods: list[str] = []
         Joinable.__init__(self)
         if not arguments.use_orig_params:
@@ -287,7 +288,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         for handle in unit.handles:
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
-        for original in unit.modules:
+        for original in (*unit.modules, *self._state_hooks.left_alone):
             _torch.remove_hooks_of(memo[id(original)], stale)
         made = memo[id(self)] = _wrap_child(type(self), module, unit.copied(memo), self._arguments)
         made._exec_order_policy = self._exec_order_policy
@@ -685,29 +686,44 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         return self._state_hooks.settings.state_dict_type
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        broadcast_from_rank0: bool = False,
     ) -> Any:
-        """Load whole tensors; every rank takes its part.
+        """Load whole, local or sharded tensors; every rank takes its part.
 
-        Collective: none, but every rank must load the same values.
+        Collective: every rank of the process group, which agree that everything fits before anything is changed.
+        Whole tensors move nothing; slices (DTensors) move the elements that lie on other ranks.
 
         Args:
-            state_dict: As :meth:`state_dict` of this or of the unwrapped model gives it, on every rank.
+            state_dict: As :meth:`state_dict` of this or of the unwrapped model gives it, the same on every rank.
             strict: Whether missing and unexpected keys are an error.
             assign: Accepted for its name; values are always copied into the shards.
+            broadcast_from_rank0: Take the values from the first rank's dict, a unit at a time; what the other ranks
+                pass is not looked at.
 
         Returns:
             A named tuple of ``missing_keys`` and ``unexpected_keys``, under clean names.
 
         Raises:
-            CheckpointError: If a tensor has the wrong shape (nothing is changed then), or, if ``strict``, keys are
-                missing or unexpected.
+            CheckpointError: On every rank, if a tensor has the wrong shape on any (nothing is changed then), or, if
+                ``strict``, keys are missing or unexpected.
+
+        Example::
+
+            state = torch.load("model.pt", mmap=True) if model.rank == 0 else {}
+            model.load_state_dict(state, broadcast_from_rank0=True)
         """
-        units = _units_in(self)
-        own = self._unit.name
-        check_loadable(units, _Renamed(state_dict, own), "")
-        with_metadata = OrderedDict(_under_actual_names(self, state_dict))
+        axes = self._arguments.axes
         metadata = getattr(state_dict, "_metadata", None)
+        if broadcast_from_rank0:
+            state_dict = receive_from_first(self, axes, state_dict)
+        else:
+            agree(axes, "load_state_dict", problem_of(self, state_dict))
+        with_metadata = OrderedDict(_under_actual_names(self, state_dict))
         if metadata is not None:
             with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]
         result = super().load_state_dict(with_metadata, strict=False, assign=False)
@@ -860,26 +876,6 @@ _COPYING = "fsdp: the outermost wrapper that is being copied"
 
 class _Stale:
     """Stands for a unit while its modules are copied, so that the copies of its hooks can be found and removed."""
-
-
-class _Renamed(Mapping[str, Any]):
-    """A state dict of a nested wrapper seen under the names its root uses."""
-
-    def __init__(self, inner: Mapping[str, Any], prefix: str) -> None:
-        self._inner = inner
-        self._start = f"{prefix}." if prefix else ""
-
-    def __getitem__(self, key: str) -> Any:
-        return self._inner[key.removeprefix(self._start)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.removeprefix(self._start) in self._inner
 
 
 def _is_wrapped(module: nn.Module) -> bool:

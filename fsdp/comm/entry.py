@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EntryGate", "gate_of", "naming_failures"]
 
+_NOTE = "\x1f"  # between the name of a call and what a rank has to say about it
 _LONGEST_WAIT = 1800.0  # seconds; as long as torch's own collectives wait by default
 
 
@@ -83,6 +84,28 @@ class EntryGate:
                 the ranks.
         """
         self._enter("", call, _differing_calls, patient=False)
+
+    def agree(self, call: str, problem: str = "") -> str:
+        """Wait until every rank has entered ``call``, and learn the ``problem`` that any rank has with it.
+
+        Collective: every rank of the group.  Slow ranks are waited for as long as collectives wait.
+
+        Returns:
+            The same text on every rank: what is wrong and where, or ``""``.
+
+        Raises:
+            ShardMismatchError: If a rank entered another call.
+        """
+        if self._store is None or self._size == 1:
+            return problem
+        try:
+            self._enter("", f"{call}{_NOTE}{problem}", _problems, patient=True)
+        except ShardMismatchError as error:
+            head, _, problems = str(error).partition(_NOTE)
+            if not head:
+                return problems
+            raise
+        return ""
 
     def new_sequence(self) -> str:
         """A name for :meth:`follow`; every rank asks for its names in the same order.  Collective: none."""
@@ -142,9 +165,10 @@ class EntryGate:
     def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
         missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))
         present = [rank for rank in range(self._size) if rank not in missing]
+        call = entry.partition(_NOTE)[0]
         return ShardMismatchError(
             describe(
-                f"{entry} is collective but was entered by ranks {present} only: ranks {list(missing)} did not within "
+                f"{call} is collective but was entered by ranks {present} only: ranks {list(missing)} did not within "
                 f"{entry_timeout():g} s",
                 rank=(self._rank, self._size),
                 remedy="Call it on every rank; to keep the result on rank 0 only, use rank0_only=True and still call "
@@ -163,6 +187,15 @@ def _differing_calls(calls: Sequence[str]) -> str | None:
     )
 
 
+def _problems(entries: Sequence[str]) -> str | None:
+    parts = [entry.partition(_NOTE) for entry in entries]
+    problems = [problem for _, _, problem in parts]
+    differing = _differing_calls([call for call, _, _ in parts])
+    if differing is not None or not any(problems):
+        return differing
+    return _NOTE + (problems[0] if len(set(problems)) == 1 else _by_rank(problems, skip=""))
+
+
 def _differing_steps(steps: Sequence[str]) -> str | None:
     if len(set(steps)) == 1:
         return None
@@ -172,11 +205,13 @@ def _differing_steps(steps: Sequence[str]) -> str | None:
     )
 
 
-def _by_rank(entries: Sequence[str]) -> str:
-    """Which ranks said what; ``rank 0: a; ranks 1, 2: b``."""
+def _by_rank(entries: Sequence[str], skip: str | None = None) -> str:
+    """Which ranks said what; ``rank 0: a; ranks 1, 2: b``.  Ranks that said ``skip`` are left out."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry, []).append(rank)
+    if skip is not None:
+        ranks.pop(skip, None)
     return "; ".join(
         f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {entry}"
         for entry, who in ranks.items()

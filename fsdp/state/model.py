@@ -1,37 +1,45 @@
-"""Full state dicts, saved and loaded through ``nn.Module``'s own walk.
+"""State dicts of the three types, saved and loaded through ``nn.Module``'s own walk.
 
 Note [State hooks]
     Every module that holds a managed parameter gets a hook before and after it saves and one before it loads.  So
     ``state_dict()`` of the wrapper, of the wrapped module, of any submodule and of a plain module around them all
     give whole tensors under clean names, and a shard can not be saved by accident.  Saving gathers a unit at a time
     (collective); loading takes this rank's part out of each whole tensor (not collective).
+    What no unit manages (ignored parameters and modules) is copied, moved and left out like the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch
+from ..comm.topology import Axes
 from ..config import FullStateDictConfig, StateDictSettings, StateDictType
-from ..errors import CheckpointError, describe, name_some
+from ..errors import TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
-from ..names import flat_param_name
+from ..names import flat_param_name, join_names
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
+from ..runtime.held import unit_of
 from ..runtime.unit import Unit
-from .sharded import local_part, local_shard_tensor, row_shards, whole_tensor
+from .loading import RECEIVED, check_loadable, local_misfit, misfit
+from .sharded import (
+    axes_mesh,
+    flat_from_slices,
+    local_part,
+    local_shard_tensor,
+    slice_shards,
+    whole_tensor,
+)
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroup
-
-__all__ = ["StateHooks", "check_loadable"]
+__all__ = ["Delivery", "StateHooks", "delivering"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,21 +51,38 @@ class _Entry:
     name: str
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Delivery:
+    """What a checkpoint wants of a sharded state dict.
+
+    Attributes:
+        wanted: Whether the parameter of this name in the unwrapped model is; nothing is moved of the others.
+        keep: Called with the key and each slice as it comes, so that one unit's slices exist at a time; returns what
+            the dict gets.
+    """
+
+    wanted: Callable[[str], bool]
+    keep: Callable[[str, torch.Tensor], torch.Tensor]
+
+
 class StateHooks:
     """The saving and loading hooks of one unit (see Note [State hooks]).
 
     Attributes:
         settings: What kind of state dict is wanted.
+        delivery: What of a sharded one, and where to; all of it, as new tensors, if None.
+        left_alone: The modules inside the unit that belong to none.
     """
 
-    def __init__(self, unit: Unit, group: ProcessGroup | None) -> None:
+    def __init__(self, unit: Unit, axes: Axes) -> None:
         self._unit = unit
-        self._group = group
+        self._axes = axes
         self._depth = 0
         self._summon = ExitStack()
-        self._rows: dict[tuple[FlatParamHandle, int], torch.Tensor] = {}
+        self._slices: dict[tuple[FlatParamHandle, int], torch.Tensor] = {}
         self._loading_local = False
         self.settings = StateDictSettings()
+        self.delivery: Delivery | None = None
         self._entries: dict[nn.Module, list[_Entry]] = {module: [] for module in unit.modules}
         for handle in unit.handles:
             for index, managed in enumerate(handle.params):
@@ -65,24 +90,27 @@ class StateHooks:
                     entry = _Entry(handle, index, site.name)
                     self._entries.setdefault(site.module, []).append(entry)
         for module, entries in self._entries.items():
-            if entries or module is unit.module or _torch.buffer_table(module):
+            if entries or module is unit.module or _holds_tensors(module):
                 module.register_state_dict_pre_hook(self._before_save)
                 # torch marks public hooks with an attribute, which a bound method does not take.
                 module.register_state_dict_post_hook(partial(self._after_save))
                 module.register_load_state_dict_pre_hook(self._before_load)
+        self.left_alone = _modules_left_alone(unit)
+        for module in self.left_alone:
+            if _holds_tensors(module):
+                module.register_state_dict_post_hook(partial(self._after_save_unmanaged))
         unit.module.register_load_state_dict_post_hook(self._after_load)
 
     @property
     def _type(self) -> StateDictType:
-        """The kind of state dict; whole tensors where nothing is sharded."""
-        wanted = self.settings.state_dict_type
-        return wanted if self._unit.shard.size > 1 else StateDictType.FULL_STATE_DICT
+        """The kind of state dict that is wanted."""
+        return self.settings.state_dict_type
 
     def close(self) -> None:
         """The unit is saved: let its whole parameters go."""
         self._depth = 0
         self._unit.root.open_saves.remove(self.close)
-        self._rows = {}
+        self._slices = {}
         self._summon.close()
 
     # -- save ------------------------------------------------------------------------------------------------------
@@ -91,77 +119,151 @@ class StateHooks:
         self._depth += 1
         if self._depth > 1:
             return
-        wanted = self._type
-        root = self._unit.root
+        unit, root = self._unit, self._unit.root
         root.check_idle("state_dict")
+        if unit.summoned and self._type is not StateDictType.FULL_STATE_DICT:
+            self._depth = 0
+            raise TrainingStateError(
+                describe(
+                    f"{self._type} was asked for inside summon_full_params, whose changes the shards do not have yet",
+                    unit=unit.name,
+                    remedy="Save after the context, or ask for FULL_STATE_DICT.",
+                ),
+                unit=unit.name,
+            )
         if (
             not root.open_saves
-            and not self._unit.summoned
-            and wanted is not StateDictType.LOCAL_STATE_DICT
+            and not unit.summoned
+            and self._type is not StateDictType.LOCAL_STATE_DICT
         ):
-            self._unit.gate.enter("state_dict")
+            unit.gate.enter("state_dict")
         root.open_saves.append(self.close)
         if self._type is StateDictType.FULL_STATE_DICT:
             self._summon.enter_context(
                 summon_unit(
-                    self._unit,
-                    writeback=False,
-                    rank0_only=False,
-                    offload_to_cpu=False,
-                    with_grads=False,
+                    unit, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
                 )
             )
-        elif self._type is StateDictType.SHARDED_STATE_DICT:
-            self._rows = self._shard_by_rows()
+        else:
+            unit.follow_user_changes()
+        if self._type is StateDictType.SHARDED_STATE_DICT:
+            self._slices = self._cut_into_slices()
 
-    def _shard_by_rows(self) -> dict[tuple[FlatParamHandle, int], torch.Tensor]:
-        assert self._group is not None
-        self._unit.follow_user_changes()
-        return {
-            (handle, index): rows
-            for handle in self._unit.handles
-            for index, rows in enumerate(row_shards(handle, handle.shard, self._group))
-        }
+    def _cut_into_slices(self) -> dict[tuple[FlatParamHandle, int], torch.Tensor]:
+        with torch.no_grad():
+            return {
+                (handle, index): value
+                for handle in self._unit.handles
+                for index, value in slice_shards(
+                    handle,
+                    handle.shard,
+                    self._unit.shard,
+                    axes_mesh(self._axes, handle.device),
+                    self._wanted_slots(handle),
+                ).items()
+            }
+
+    def _wanted_slots(self, handle: FlatParamHandle) -> list[int]:
+        """The parameters of which the delivery wants any name."""
+        delivery = self.delivery
+        return [
+            index
+            for index, managed in enumerate(handle.params)
+            if delivery is None
+            or any(delivery.wanted(join_names(self._unit.name, site.fqn)) for site in managed.sites)
+        ]
 
     def _after_save(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
+        managed = set()
         for entry in self._entries.get(module, ()):
+            managed.add(entry.name)
             self._save_entry(entry, state_dict, prefix + entry.name)
-        for name in list(_torch.buffer_table(module)):
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = precision.restore_dtype(
-                    state_dict[prefix + name], self._unit.buffer_dtypes, (module, name)
-                )
-                self._keep(state_dict, prefix + name)
+        self._save_unmanaged(module, state_dict, prefix, managed)
         if module is self._unit.module and self._type is StateDictType.LOCAL_STATE_DICT:
-            assert self._group is not None
-            for index, handle in enumerate(self._unit.handles):
-                key = prefix + flat_param_name(index)
-                state_dict[key] = local_shard_tensor(handle.shard, self._group)
+            self._save_local(state_dict, prefix)
+        if module is self._unit.module and not self._is_kept_here():
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                del state_dict[key]
         self._depth -= 1
         if self._depth == 0:
             self.close()
 
+    def _after_save_unmanaged(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        self._save_unmanaged(module, state_dict, prefix, set())
+
     def _save_entry(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
         if self._type is StateDictType.FULL_STATE_DICT:
+            self._check_whole(entry, state_dict.get(key), key)
             self._keep(state_dict, key)
-        elif self._type is StateDictType.LOCAL_STATE_DICT:
+        elif (entry.handle, entry.index) not in self._slices:
             state_dict.pop(key, None)
         else:
-            rows = self._rows[entry.handle, entry.index]
-            offload = self.settings.state_dict_config.offload_to_cpu
-            state_dict[key] = rows.cpu() if offload else rows
+            value = self._slices[entry.handle, entry.index]
+            if self.delivery is not None:
+                state_dict[key] = self.delivery.keep(key, value)
+            else:
+                state_dict[key] = self._offloaded(value)
 
-    def _keep(self, state_dict: dict[str, Any], key: str) -> None:
-        """Replace the view of gathered memory under ``key`` by a copy where it is wanted, or drop it."""
+    def _save_local(self, state_dict: dict[str, Any], prefix: str) -> None:
+        for index, handle in enumerate(self._unit.handles):
+            tensor = local_shard_tensor(handle.shard, axes_mesh(self._axes, handle.device))
+            state_dict[prefix + flat_param_name(index)] = self._offloaded(tensor)
+
+    def _save_unmanaged(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, managed: set[str]
+    ) -> None:
+        """Copy the buffers and the parameters that no unit manages; buffers in their own dtype."""
+        for name in _torch.buffer_table(module):
+            key = prefix + name
+            if key in state_dict:
+                state_dict[key] = precision.restore_dtype(
+                    state_dict[key], self._unit.buffer_dtypes, (module, name)
+                )
+                self._keep(state_dict, key)
+        for name in _torch.parameter_table(module):
+            if name not in managed and prefix + name in state_dict:
+                self._keep(state_dict, prefix + name)
+
+    def _check_whole(self, entry: _Entry, value: Any, key: str) -> None:
+        """See that nothing but the whole parameter is saved, whatever was done to the module.
+
+        Raises:
+            UsageError: If it is not, as on the other ranks inside ``summon_full_params(rank0_only=True)``.
+        """
+        shape = entry.handle.layout.slots[entry.index].shape
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+            fqn = entry.handle.fqns[entry.index]
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            raise UsageError(
+                describe(
+                    f"state_dict found {f'a tensor of shape {found}' if found is not None else 'nothing'} under "
+                    f"{key!r}: expected the whole parameter of shape {shape}",
+                    fqn=fqn,
+                    remedy="Inside summon_full_params(rank0_only=True) only rank 0 has it: save outside the context.",
+                ),
+                fqn=fqn,
+            )
+
+    def _is_kept_here(self) -> bool:
         config = self.settings.state_dict_config
         rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        if rank0_only and max(self._unit.shard.rank, self._unit.replicate.rank) != 0:
+        return not rank0_only or max(self._unit.shard.rank, self._unit.replicate.rank) == 0
+
+    def _keep(self, state_dict: dict[str, Any], key: str) -> None:
+        """Replace the view of gathered or live memory under ``key`` by a copy where it is wanted, or drop it."""
+        if not self._is_kept_here():
             state_dict.pop(key, None)
         elif key in state_dict:
             value = state_dict[key].detach()
-            state_dict[key] = value.to("cpu", copy=True) if config.offload_to_cpu else value.clone()
+            to_cpu = self.settings.state_dict_config.offload_to_cpu
+            state_dict[key] = value.to("cpu", copy=True) if to_cpu else value.clone()
+
+    def _offloaded(self, value: torch.Tensor) -> torch.Tensor:
+        return value.cpu() if self.settings.state_dict_config.offload_to_cpu else value
 
     # -- load ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +281,8 @@ class StateHooks:
         if self._unit.summoned:
             return
         self._unit.root.recover()
+        if module is self._unit.module and not prefix:
+            check_loadable(module, state_dict)  # a load that began here and not at the wrapper
         if module is self._unit.module:
             self._loading_local = self._load_local(state_dict, prefix, error_msgs)
         for entry in self._entries[module]:
@@ -199,15 +303,12 @@ class StateHooks:
             if value is None:
                 continue
             found = True
-            shard = local_part(value)
-            if shard.shape == handle.shard.shape:
-                handle.shard.copy_(shard.detach())
+            problem = local_misfit(value, handle)
+            if problem:
+                error_msgs.append(f"size mismatch for {prefix}{flat_param_name(index)}: {problem}")
             else:
-                error_msgs.append(
-                    f"size mismatch for {prefix}{flat_param_name(index)}: the checkpoint holds a shard of "
-                    f"{tuple(shard.shape)}, this rank's is {tuple(handle.shard.shape)}; local state dicts load only "
-                    "at the same world size and wrapping."
-                )
+                with torch.no_grad():
+                    handle.shard.copy_(local_part(value).detach())
         return found
 
     def _load_entry(
@@ -224,66 +325,58 @@ class StateHooks:
                 missing_keys.append(key)
             return
         value = state_dict.pop(key)
-        problem = _misfit(value, handle.layout.slots[index].shape)
+        problem = "" if value is RECEIVED else misfit(value, handle.layout.slots[index].shape)
         if problem:
             error_msgs.append(f"size mismatch for {key}: {problem}")
-        else:
-            with torch.no_grad():
-                handle.load_whole(index, whole_tensor(value))
+        elif value is not RECEIVED:
+            self._load_value(entry, value)
         if handle.orig_mode:
             state_dict[key] = handle.params[index].param  # nn.Module then copies it onto itself
 
+    @torch.no_grad()
+    def _load_value(self, entry: _Entry, value: torch.Tensor) -> None:
+        """Take this rank's part of a whole tensor, or of slices that all ranks hold."""
+        from torch.distributed.tensor import DTensor
 
-def _misfit(value: Any, shape: tuple[int, ...]) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"the checkpoint holds a {type(value).__name__}, not a tensor."
-    if tuple(value.shape) == shape or (not shape and value.shape == (1,)):
-        return ""
-    return (
-        f"copying a param with shape {value.shape} from checkpoint, the shape in current model is "
-        f"{torch.Size(shape)}."
-    )
-
-
-def check_loadable(units: Iterable[Unit], state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raise before anything is changed if a tensor has the wrong shape or tied names have different values.
-
-    Collective: none; every rank holds the same dict and comes to the same result.
-
-    Raises:
-        CheckpointError: Naming every parameter that does not fit, with both shapes.
-    """
-    problems = []
-    for unit in units:
-        for handle in unit.handles:
-            for managed, slot in zip(handle.params, handle.layout.slots, strict=True):
-                names = [unit_key(prefix, unit, site.fqn) for site in managed.sites]
-                present = [name for name in names if name in state_dict]
-                for name in present:
-                    problem = _misfit(state_dict[name], slot.shape)
-                    if problem:
-                        problems.append(f"size mismatch for {name}: {problem}")
-                if not problems and len(present) > 1:
-                    problems.extend(_tie_conflict(present, state_dict))
-    if problems:
-        listed = "\n\t".join(problems)
-        raise CheckpointError(f"Error(s) in loading state_dict:\n\t{listed}")
+        handle, index = entry.handle, entry.index
+        if isinstance(value, DTensor):
+            mesh = axes_mesh(self._axes, handle.device)
+            piece = flat_from_slices(handle, index, value, self._unit.shard, mesh)
+            if piece is not None:
+                span = handle.pieces[index].in_shard
+                handle.shard[span.start : span.stop].copy_(piece)
+                return
+        handle.load_whole(index, whole_tensor(value))
 
 
-def unit_key(prefix: str, unit: Unit, fqn: str) -> str:
-    """State-dict key of the parameter ``fqn`` of ``unit``.  Collective: none."""
-    return ".".join(part for part in (prefix.rstrip("."), unit.name, fqn) if part)
+def _holds_tensors(module: nn.Module) -> bool:
+    return bool(_torch.buffer_table(module)) or bool(_torch.parameter_table(module))
 
 
-def _tie_conflict(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
-    first = state_dict[names[0]]
-    for name in names[1:]:
-        other = state_dict[name]
-        if other is not first and type(other) is torch.Tensor and not torch.equal(other, first):
-            return [
-                describe(
-                    f"{name_some(names)} are one tied parameter but have different values",
-                    remedy="Keep one of the names, or make the values equal.",
-                )
-            ]
-    return []
+def _modules_left_alone(unit: Unit) -> list[nn.Module]:
+    """The modules inside ``unit`` that belong to no unit: the ignored ones."""
+    known = set(unit.modules)
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found and unit_of(child) is None:
+                if child not in known:
+                    found[child] = None
+                visit(child)
+
+    visit(unit.module)
+    return list(found)
+
+
+@contextmanager
+def delivering(hooks: Iterable[StateHooks], delivery: Delivery) -> Iterator[None]:
+    """Within the context, sharded state dicts of these units hold what ``delivery`` wants.  Collective: none."""
+    changed = list(hooks)
+    for item in changed:
+        item.delivery = delivery
+    try:
+        yield
+    finally:
+        for item in changed:
+            item.delivery = None

@@ -1,159 +1,103 @@
-"""Each rank's rows of each original parameter, as DTensors, from flat shards and back.
+"""Each rank's slices of each original parameter, as DTensors, from flat shards and back.
 
-A flat shard cuts parameters anywhere; a DTensor holds whole rows (``Shard(0)``).  The two differ by a few elements at
-each end of a piece, so ranks exchange just what lies in the overlap of one's piece and the other's rows, all parameters
-of a handle in one all-to-all.  No unit is gathered whole.
+A flat shard cuts parameters anywhere; a DTensor holds whole slices along one dimension.  The two differ by a few
+elements at each end of a piece, so ranks exchange just those (``exchange``), all parameters of a handle at once.
+No unit is gathered whole.
 
-Example: a parameter of shape ``[3, 2]``, flat over 2 ranks, holds elements ``[0, 3)`` and ``[3, 6)``; the rows are
-``[0, 4)`` and ``[4, 6)``: rank 1 sends one element to rank 0.
+Slices are cut along the dimension that is outermost in memory, which is the first one of a contiguous parameter: so a
+slice is one span of the slot, and equals the chunk that ``torch.chunk`` gives to this rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ..comm.collectives import Collectives
+from ..comm.topology import Axes
 from ..flat.handle import FlatParamHandle
-from ..flat.layout import FlatLayout, Span
+from ..flat.layout import FlatLayout, Slot, Span
+from .exchange import Spread, flat_spread, only, redistribute
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
-__all__ = ["local_part", "local_shard_tensor", "mesh_of", "row_shards", "row_span", "whole_tensor"]
+__all__ = [
+    "axes_mesh",
+    "cut_dim",
+    "flat_from_slices",
+    "local_part",
+    "local_shard_tensor",
+    "mesh_of",
+    "row_span",
+    "slice_shards",
+    "slice_span",
+    "whole_tensor",
+]
 
 
-def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
-    """A 1-D mesh over the ranks of ``group``.  Collective: none."""
-    from torch.distributed.device_mesh import DeviceMesh
+# -- how a parameter is cut --------------------------------------------------------------------------------------------
 
-    return DeviceMesh.from_group(group, device.type)
+
+def cut_dim(slot: Slot) -> int:
+    """The dimension along which ``slot`` is cut into slices: the outermost one in memory.  Pure."""
+    if slot.stride == row_major(slot.shape):
+        return 0
+    return max(range(len(slot.shape)), key=lambda dim: (slot.shape[dim] > 1, slot.stride[dim]))
+
+
+def slice_span(slot: Slot, world_size: int, rank: int) -> Span:
+    """Which elements of ``slot``, counted in memory order, ``rank`` holds of it as slices.
+
+    A 0-dimensional tensor can not be cut: every rank holds all of it.  Pure.
+
+    Example:
+        >>> slot = Slot((3, 2), (2, 1), Span(0, 6))
+        >>> slice_span(slot, 2, 0), slice_span(slot, 2, 1)
+        (Span(start=0, stop=4), Span(start=4, stop=6))
+    """
+    if not slot.shape:
+        return Span(0, 1)
+    length = slot.shape[cut_dim(slot)]
+    each = slot.span.numel // length if length else 0
+    taken = _slices_of(length, world_size, rank)
+    return Span(taken.start * each, taken.stop * each)
+
+
+def _slices_of(length: int, world_size: int, rank: int) -> Span:
+    """Which of ``length`` slices ``rank`` holds."""
+    per_rank = -(-length // world_size)
+    start = min(rank * per_rank, length)
+    return Span(start, min(start + per_rank, length))
 
 
 def row_span(shape: tuple[int, ...], world_size: int, rank: int) -> Span:
-    """Which elements, counted in row-major order, ``rank`` holds of a tensor sharded by rows.
-
-    A 0-dimensional tensor can not be cut: every rank holds all of it.  Pure.
+    """As :func:`slice_span`, of a contiguous tensor of ``shape``.  Pure.
 
     Example:
         >>> row_span((3, 2), 2, 0), row_span((3, 2), 2, 1)
         (Span(start=0, stop=4), Span(start=4, stop=6))
     """
-    if not shape:
-        return Span(0, 1)
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    per_rank = -(-shape[0] // world_size)
-    start = min(rank * per_rank, shape[0])
-    return Span(start * row, min(start + per_rank, shape[0]) * row)
+    return slice_span(Slot(shape, row_major(shape), Span(0, math.prod(shape))), world_size, rank)
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Elements of one slot that go from one rank's flat shard to another's rows.
-
-    Attributes:
-        slot: Index of the parameter.
-        source: Place in the sender's shard.
-        target: Place in the receiver's rows.
-    """
-
-    slot: int
-    source: Span
-    target: Span
-
-
-def _moves(layout: FlatLayout, sender: int, receiver: int) -> list[_Move]:
-    """What ``sender`` has of what ``receiver`` wants, in slot order.  Pure."""
-    moves = []
-    for index, (slot, piece) in enumerate(zip(layout.slots, layout.pieces(sender), strict=True)):
-        wanted = row_span(slot.shape, layout.world_size, receiver)
-        overlap = piece.in_slot.clip(wanted)
-        if overlap.numel:
-            offset = piece.in_shard.start - piece.in_slot.start
-            moves.append(_Move(index, overlap.shift(offset), overlap.shift(-wanted.start)))
-    return moves
-
-
-def row_shards(
-    handle: FlatParamHandle, shard: torch.Tensor, group: ProcessGroup
-) -> list[torch.Tensor]:
-    """This rank's rows of every parameter of ``handle``, as DTensors over ``group`` (0-dimensional ones replicated).
-
-    Collective: every rank of ``group``; one all-to-all.
-
-    Args:
-        handle: Whose layout ``shard`` has.
-        shard: This rank's flat shard ``[shard_numel]``, of the parameters or of an optimizer state; any dtype.
-        group: The shard group.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    layout, rank = handle.layout, handle.rank
-    rows = _exchange(layout, rank, shard, group)
-    mesh = mesh_of(group, shard.device)
-    tensors: list[torch.Tensor] = []
-    for index, slot in enumerate(layout.slots):
-        placement = Shard(0) if slot.shape else Replicate()
-        local = rows[index]
-        if slot.shape:
-            span = row_span(slot.shape, layout.world_size, rank)
-            row = slot.span.numel // slot.shape[0] if slot.shape[0] else 0
-            local = local.view(span.numel // row if row else 0, *slot.shape[1:])
-        else:
-            local = local.view(())
-        tensors.append(
-            DTensor.from_local(
-                local,
-                mesh,
-                [placement],
-                run_check=False,
-                shape=torch.Size(slot.shape),
-                stride=_row_major(slot.shape),
-            )
-        )
-    return tensors
-
-
-def _exchange(
-    layout: FlatLayout, rank: int, shard: torch.Tensor, group: ProcessGroup
-) -> list[torch.Tensor]:
-    """The elements of this rank's rows of each slot, ``[n]`` each."""
-    world = range(layout.world_size)
-    outgoing = [_moves(layout, rank, peer) for peer in world]
-    incoming = [_moves(layout, peer, rank) for peer in world]
-    flat = shard.detach()
-    parts = [flat[move.source.start : move.source.stop] for moves in outgoing for move in moves]
-    sent = torch.cat(parts) if parts else flat.new_empty(0)
-    counts_out = [sum(move.source.numel for move in moves) for moves in outgoing]
-    counts_in = [sum(move.source.numel for move in moves) for moves in incoming]
-    received = flat.new_empty(sum(counts_in))
-    # Bytes, because backends do not send every dtype.
-    itemsize = flat.element_size()
-    dist.all_to_all_single(
-        received.view(torch.uint8),
-        sent.view(torch.uint8),
-        [count * itemsize for count in counts_in],
-        [count * itemsize for count in counts_out],
-        group=group,
-    )
-    rows = [
-        flat.new_empty(row_span(slot.shape, layout.world_size, rank).numel) for slot in layout.slots
+def slice_spread(layout: FlatLayout) -> Spread:
+    """What each rank holds when every slot is cut into slices.  Pure."""
+    return [
+        [slice_span(slot, layout.world_size, rank) for slot in layout.slots]
+        for rank in range(layout.world_size)
     ]
-    place = 0
-    for moves in incoming:
-        for move in moves:
-            stop = place + move.source.numel
-            rows[move.slot][move.target.start : move.target.stop] = received[place:stop]
-            place = stop
-    return rows
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.  Pure."""
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -162,12 +106,120 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def local_shard_tensor(shard: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """A flat shard itself as a DTensor, which knows its global size and offset.  Collective: none; no copy."""
-    from torch.distributed.tensor import DTensor, Shard
+# -- DTensors ----------------------------------------------------------------------------------------------------------
 
-    mesh = mesh_of(group, shard.device)
-    made: torch.Tensor = DTensor.from_local(shard.detach(), mesh, [Shard(0)], run_check=False)
+
+def slice_shards(
+    handle: FlatParamHandle,
+    shard: torch.Tensor,
+    collectives: Collectives,
+    mesh: DeviceMesh,
+    slots: Sequence[int] | None = None,
+) -> dict[int, DTensor]:
+    """This rank's slices of the parameters of ``handle``, or of a state of the same layout, as DTensors.
+
+    Collective: every rank of the shard axis; one exchange.  Costs the memory of the slices and of what is sent.
+
+    Args:
+        handle: Whose layout ``shard`` has.
+        shard: This rank's flat shard ``[shard_numel]``, of the parameters or of an optimizer state; any dtype.
+        collectives: The shard axis.
+        mesh: As :func:`axes_mesh` gives it.
+        slots: Which parameters, all if None; nothing is moved of the others.  Equal on every rank.
+
+    Returns:
+        By index of the parameter.
+    """
+    layout = handle.layout
+    chosen = range(len(layout.slots)) if slots is None else slots
+    if not chosen:
+        return {}
+    pieces = [shard.detach()[piece.in_shard.start : piece.in_shard.stop] for piece in handle.pieces]
+    local = redistribute(
+        pieces,
+        flat_spread(layout),
+        only(slice_spread(layout), chosen),
+        collectives,
+        dtype=shard.dtype,
+        device=shard.device,
+    )
+    return {
+        index: _slice_tensor(layout, handle.rank, index, local[index], mesh) for index in chosen
+    }
+
+
+def flat_from_slices(
+    handle: FlatParamHandle, index: int, value: DTensor, collectives: Collectives, mesh: DeviceMesh
+) -> torch.Tensor | None:
+    """This rank's piece ``[n]`` of parameter ``index``, from slices of it; None if it is cut in another way.
+
+    Collective: every rank of the shard axis; one exchange of the elements that lie on another rank.
+    """
+    layout, slot = handle.layout, handle.layout.slots[index]
+    local = value.to_local().detach()
+    if (
+        tuple(value.placements) != tuple(_placements(slot, mesh))
+        or value.device_mesh.mesh.tolist() != mesh.mesh.tolist()
+        or local.numel() != slice_span(slot, layout.world_size, handle.rank).numel
+    ):
+        return None
+    if local.stride() != slot.stride:
+        ordered = torch.empty_strided(
+            local.shape, slot.stride, dtype=local.dtype, device=local.device
+        )
+        local = ordered.copy_(local)
+    held = [local.new_empty(0)] * len(layout.slots)
+    held[index] = local.as_strided((local.numel(),), (1,), local.storage_offset())
+    return redistribute(
+        held,
+        only(slice_spread(layout), [index]),
+        only(flat_spread(layout), [index]),
+        collectives,
+        dtype=local.dtype,
+        device=handle.device,
+    )[index]
+
+
+def _placements(slot: Slot, mesh: DeviceMesh) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    kinds: dict[str, Callable[[], Any]] = {
+        _SHARD: lambda: Shard(cut_dim(slot)) if slot.shape else Replicate(),
+        _REPLICATE: Replicate,
+    }
+    return [kinds[name]() for name in mesh.mesh_dim_names or ()]
+
+
+def _slice_tensor(
+    layout: FlatLayout, rank: int, index: int, local: torch.Tensor, mesh: DeviceMesh
+) -> DTensor:
+    """Wrap this rank's elements ``[n]`` of slot ``index``."""
+    from torch.distributed.tensor import DTensor
+
+    slot = layout.slots[index]
+    shape = list(slot.shape)
+    if shape:
+        dim = cut_dim(slot)
+        shape[dim] = _slices_of(shape[dim], layout.world_size, rank).numel
+    made: DTensor = DTensor.from_local(
+        local.as_strided(shape, slot.stride),
+        mesh,
+        _placements(slot, mesh),
+        run_check=False,
+        shape=torch.Size(slot.shape),
+        stride=slot.stride,
+    )
+    return made
+
+
+def local_shard_tensor(shard: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A flat shard itself as a DTensor, which knows its global size and offset.  Collective: none; no copy."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    kinds = {_SHARD: Shard(0), _REPLICATE: Replicate()}
+    made: DTensor = DTensor.from_local(
+        shard.detach(), mesh, [kinds[name] for name in mesh.mesh_dim_names or ()], run_check=False
+    )
     return made
 
 
@@ -186,3 +238,46 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# -- meshes ------------------------------------------------------------------------------------------------------------
+
+_SHARD, _REPLICATE = "shard", "replicate"
+
+
+def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
+    """A 1-D mesh over the ranks of ``group``, which share what lies on it.  Collective: none."""
+    return axes_mesh(Axes(group, None, group), device)
+
+
+def axes_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
+    """The mesh of a unit's two axes: 1-D, or 2-D ``(replicate, shard)`` where it has both.
+
+    Collective: every rank of the replicate axis, the first time for hybrid sharding, to learn who is in the mesh.
+    """
+    known = _MESHES.setdefault(axes.whole, {})
+    key = (axes.shard, axes.replicate, device.type)
+    if key not in known:
+        known[key] = _make_mesh(axes, device)
+    return known[key]
+
+
+def _make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if axes.shard is None or axes.replicate is None:
+        name = _REPLICATE if axes.shard is None else _SHARD
+        group = axes.replicate if axes.shard is None else axes.shard
+        assert group is not None
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+    rows: list[Any] = [None] * axes.replicate.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(axes.shard), group=axes.replicate)
+    return DeviceMesh.from_group(
+        [axes.replicate, axes.shard],
+        device.type,
+        mesh=torch.tensor(rows),
+        mesh_dim_names=(_REPLICATE, _SHARD),
+    )
+
+
+_MESHES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
