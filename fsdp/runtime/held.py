@@ -58,13 +58,19 @@ class Held:
             return True
         return self.handle.pieces[self.index].in_slot.numel > 0
 
-    def piece_of(self, value: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
+    def piece_of(self, value: torch.Tensor, *, rank: int | None = None) -> torch.Tensor:
         """This rank's piece of ``value``, which has the parameter's shape: ``[n]`` in memory order, always a copy.
 
-        On ``device``, where the parameter lies if None.  Only for parameters that a unit manages.
+        It lies where the parameter does.  Only for parameters that a unit manages.
+
+        Args:
+            value: The whole, on any device.
+            rank: Another rank of the shard group whose piece is wanted.
         """
         assert self.handle is not None
-        slot, piece = self.handle.layout.slots[self.index], self.handle.pieces[self.index]
+        layout = self.handle.layout
+        pieces = self.handle.pieces if rank is None else layout.pieces(rank)
+        slot, piece = layout.slots[self.index], pieces[self.index]
         value = value.detach().reshape(slot.shape)
         if value.stride() != slot.stride:
             ordered = torch.empty_strided(
@@ -73,7 +79,7 @@ class Held:
             value = ordered.copy_(value)
         memory = value.as_strided((slot.span.numel,), (1,), value.storage_offset())
         own = memory[piece.in_slot.start : piece.in_slot.stop]
-        return own.to(device or self.handle.device, copy=True)
+        return own.to(self.handle.device, copy=True)
 
     def shaped(self, piece: torch.Tensor) -> torch.Tensor:
         """``piece`` ``[n]`` in the shape the exposed original parameter has on this rank; a view."""
@@ -119,10 +125,10 @@ def held_params(model: nn.Module, units: Sequence[Unit]) -> list[Held]:
     for path, module in model.named_modules():
         table = _torch.parameter_table(module)
         for name in dict.fromkeys((*siblings.get(module, ()), *table)):
-            item = managed.get((module, name))
+            owned = managed.get((module, name))
             param = table.get(name)
-            if item is not None:
-                found.setdefault(item, item)
+            if owned is not None:
+                found.setdefault(owned, owned)
             elif param is not None and param not in flat_params:
                 fqn = join_names(clean_tensor_name(path), name)
                 found.setdefault(param, Held(fqn, (), param))

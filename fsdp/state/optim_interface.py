@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..config import FullOptimStateDictConfig
+from .. import _torch
+from ..config import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    StateDictType,
+)
+from ..errors import ConfigError, UsageError
+from ..names import clean_tensor_name
 from ..runtime.unit import Unit
 from .model import StateHooks
-from .optim import full_optim_state, optim_state_to_load
+from .optim_load import optim_state_to_load
+from .optim_local import local_optim_state, local_optim_state_to_load
+from .optim_rekey import rekey_optim_state
+from .optim_save import Delivery, save_optim_state
+from .optim_scatter import scatter_optim_state
 from .types import common_settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
+
+    from ..init.build import BuildArguments
 
 __all__ = ["OptimStateInterface"]
 
@@ -26,6 +41,7 @@ class OptimStateInterface:
 
     _unit: Unit
     _state_hooks: StateHooks
+    _arguments: BuildArguments
 
     @staticmethod
     def optim_state_dict(
@@ -34,17 +50,20 @@ class OptimStateInterface:
         optim_state_dict: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state with whole tensors, keyed by names in the unwrapped model.
+        """The optimizer's state, keyed by names in the unwrapped model, as the current state-dict type asks.
 
-        It can be loaded at any world size, wrapping and exposure, and into an optimizer of the unwrapped model.
+        ``FULL_STATE_DICT``: whole tensors, for any world size, wrapping, exposure, or the unwrapped model.
+        ``SHARDED_STATE_DICT``: a DTensor of this rank's rows in place of each, for torch.distributed.checkpoint.
+        ``LOCAL_STATE_DICT``: the optimizer's own state dict, without communication, for the same wrapping and world
+        size only.
 
-        Collective: every rank of ``group`` and of every unit's process group; one gather a unit.
+        Collective: every rank of every unit's process group (none for ``LOCAL_STATE_DICT``); one launch a unit.
 
         Args:
             model: A wrapper, or a module that contains some.
             optim: Optimizer over the model's parameters.
             optim_state_dict: ``optim.state_dict()``, if it was changed.
-            group: Ranks that take part; the default group if None.
+            group: Whose first rank keeps the result, with ``rank0_only``; that of the outermost unit if None.
 
         Returns:
             ``{"state": {fqn: {...}}, "param_groups": [...]}``; an empty dict on ranks that the current
@@ -54,34 +73,14 @@ class OptimStateInterface:
             UsageError: If the optimizer holds parameters that the model does not have.
             CheckpointError: If a state tensor has neither its parameter's shape nor one element.
         """
-        config = common_settings(
-            [wrapper._state_hooks.settings for wrapper in _wrappers_in(model)]
-        ).optim_state_dict_config
-        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        return full_optim_state(
-            model,
-            _units_in(model),
-            optim,
-            optim_state_dict,
-            keep=not rank0_only or dist.get_rank(group) == 0,
-            to_cpu=config.offload_to_cpu,
-            group=group,
+        settings = _settings_of(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            return local_optim_state(optim, optim_state_dict, to_cpu=config.offload_to_cpu)
+        units = _units_in(model)
+        return save_optim_state(
+            model, units, optim, optim_state_dict, _delivery(model, settings, config, group)
         )
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """As :meth:`optim_state_dict`; an empty dict on all ranks but the first of ``group`` if ``rank0_only``.
-
-        Collective: every rank of ``group`` and of every unit's process group.
-        """
-        keep = not rank0_only or dist.get_rank(group) == 0
-        return full_optim_state(model, _units_in(model), optim, keep=keep, group=group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -92,26 +91,182 @@ class OptimStateInterface:
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of a whole optimizer state, to be given to ``optim.load_state_dict``.
+        """This rank's part of an optimizer state, to be given to ``optim.load_state_dict``.
 
-        Collective: none.
+        Collective: none; with DTensors every rank of every unit's process group, one launch a unit.
 
         Args:
             model: A wrapper, or a module that contains some.
             optim: Optimizer over the model's parameters.
-            optim_state_dict: As :meth:`optim_state_dict` returns it, or the state dict of a plain optimizer over the
-                unwrapped model; the same on every rank.  It is not changed.
-            is_named_optimizer: Accepted for its name.
+            optim_state_dict: As :meth:`optim_state_dict` returns it (of any type but ``LOCAL_STATE_DICT``, unless that
+                is the current one), or the state dict of a plain optimizer over the unwrapped model; the same on every
+                rank.  It is not changed.
+            is_named_optimizer: Whether ``optim`` keys its own state dict by the names in ``model.named_parameters()``.
             load_directly: Also load it into ``optim``.
             group: Accepted for its name.
 
         Raises:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
-        local = optim_state_to_load(model, _units_in(model), optim, optim_state_dict)
+        if _settings_of(model).state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            local = local_optim_state_to_load(optim, optim_state_dict)
+        else:
+            local = optim_state_to_load(model, _units_in(model), optim, optim_state_dict)
+        if is_named_optimizer:
+            local = _by_exposed_name(model, optim, local)
         if load_directly:
             optim.load_state_dict(local)
         return local
+
+    # -- the older interfaces --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """As :meth:`optim_state_dict` with ``FULL_STATE_DICT``, on the CPU, whatever the current type.
+
+        Collective: every rank of every unit's process group.
+
+        Args:
+            model: A wrapper, or a module that contains some.
+            optim: Optimizer over the model's parameters.
+            optim_input: Deprecated and not needed: what ``optim`` was built from.
+            rank0_only: Whether ranks but the first of ``group`` get an empty dict.
+            group: That of the outermost unit if None.
+        """
+        _warn_of_input(optim_input)
+        keep = not rank0_only or _is_first(model, group)
+        return save_optim_state(model, _units_in(model), optim, None, Delivery(keep=keep))
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """As :meth:`optim_state_dict` with ``SHARDED_STATE_DICT``, whatever the current type.
+
+        Collective: every rank of every unit's process group.
+
+        Args:
+            model: A wrapper, or a module that contains some.
+            optim: Optimizer over the model's parameters.
+            optim_input: Deprecated and not needed: what ``optim`` was built from.
+            group: Accepted for its name: the units' own groups take part.
+        """
+        _warn_of_input(optim_input)
+        delivery = Delivery(to_cpu=False, row_groups=_row_groups(model))
+        return save_optim_state(model, _units_in(model), optim, None, delivery)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: Mapping[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a whole state that every rank has, to be given to ``optim.load_state_dict``.
+
+        Collective: none.
+
+        Args:
+            full_optim_state_dict: As :meth:`full_optim_state_dict` returns it, on every rank; not changed.
+            model: A wrapper, or a module that contains some.
+            optim_input: Deprecated: what the optimizer is built from; ``model.parameters()`` if ``optim`` is None too.
+            optim: The optimizer to load into.
+
+        Raises:
+            CheckpointError: If the dict does not fit; it names the parameter.
+        """
+        source = _source(model, optim_input, optim)
+        return optim_state_to_load(model, _units_in(model), source, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: Mapping[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a state of DTensors, to be given to ``optim.load_state_dict``.
+
+        Collective: every rank of every unit's process group; one launch a unit.
+
+        Args:
+            sharded_optim_state_dict: As :meth:`sharded_optim_state_dict` returns it; not changed.
+            model: A wrapper, or a module that contains some.
+            optim_input: Deprecated: what the optimizer is built from; ``model.parameters()`` if ``optim`` is None too.
+            optim: The optimizer to load into.
+
+        Raises:
+            CheckpointError: If the dict does not fit; it names the parameter.
+        """
+        source = _source(model, optim_input, optim)
+        return optim_state_to_load(model, _units_in(model), source, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: Mapping[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """As :meth:`shard_full_optim_state_dict`, where only the first rank of ``group`` has the state.
+
+        It needs memory for one rank's pieces of one unit beyond the state itself; the other ranks need what they keep.
+
+        Collective: every rank of ``group``.
+
+        Args:
+            full_optim_state_dict: The whole state on the first rank; None on the others.
+            model: A wrapper, or a module that contains some.
+            optim_input: Deprecated: what the optimizer is built from; ``model.parameters()`` if ``optim`` is None too.
+            optim: The optimizer to load into.
+            group: That of the outermost unit if None; the default group with hybrid sharding.
+
+        Raises:
+            CheckpointError: If the first rank has no state or it does not fit; on every rank.
+        """
+        source = _source(model, optim_input, optim)
+        return scatter_optim_state(
+            model, _units_in(model), source, full_optim_state_dict, group or _group_of_all(model)
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: Mapping[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A state dict of an optimizer over a model without wrappers, keyed by name or by number.
+
+        Groups keep their order and parameters the order in their group.  Collective: none.
+
+        Args:
+            optim_state_dict: Keyed either way; not changed.
+            optim_state_key_type: What the result is keyed by.
+            model: The model without wrappers.
+            optim_input: Deprecated: what the optimizer is built from; ``model.parameters()`` if ``optim`` is None too.
+            optim: Optimizer over ``model``, which says which number is which parameter.
+
+        Raises:
+            CheckpointError: If a key is not the optimizer's; it names the parameter.
+            ConfigError: If ``model`` holds wrappers.
+        """
+        source = _source(model, optim_input, optim)
+        return rekey_optim_state(optim_state_dict, optim_state_key_type, model, source)
+
+
+# -- what the model says -----------------------------------------------------------------------------------------------
 
 
 def _wrappers_in(model: nn.Module) -> list[OptimStateInterface]:
@@ -120,3 +275,86 @@ def _wrappers_in(model: nn.Module) -> list[OptimStateInterface]:
 
 def _units_in(model: nn.Module) -> list[Unit]:
     return [wrapper._unit for wrapper in _wrappers_in(model)]
+
+
+def _settings_of(model: nn.Module) -> StateDictSettings:
+    return common_settings([wrapper._state_hooks.settings for wrapper in _wrappers_in(model)])
+
+
+def _row_groups(model: nn.Module) -> dict[Unit, ProcessGroup | None]:
+    return {wrapper._unit: wrapper._arguments.axes.shard for wrapper in _wrappers_in(model)}
+
+
+def _delivery(
+    model: nn.Module,
+    settings: StateDictSettings,
+    config: OptimStateDictConfig,
+    group: ProcessGroup | None,
+) -> Delivery:
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        return Delivery(to_cpu=config.offload_to_cpu, row_groups=_row_groups(model))
+    rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    keep = not rank0_only or _is_first(model, group)
+    return Delivery(keep=keep, to_cpu=config.offload_to_cpu)
+
+
+def _is_first(model: nn.Module, group: ProcessGroup | None) -> bool:
+    """Whether this rank is the first of ``group``, or of the ranks of the outermost unit."""
+    units = _units_in(model)
+    if group is not None or not units:
+        return (group or _torch.default_group()).rank() == 0
+    return units[0].shard.rank == units[0].replicate.rank == 0
+
+
+def _group_of_all(model: nn.Module) -> ProcessGroup:
+    """The ranks of the outermost unit: its one group, or the default one where it has two."""
+    for wrapper in _wrappers_in(model):
+        unit = wrapper._unit
+        if unit.shard.size == 1 or unit.replicate.size == 1:
+            return wrapper._arguments.axes.whole
+        break
+    return _torch.default_group()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "optim_input is deprecated: pass the optimizer itself as optim.",
+            FutureWarning,
+            stacklevel=4,
+        )
+
+
+def _source(
+    model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer | Iterable[Any]:
+    """What says which parameters the optimizer has."""
+    _warn_of_input(optim_input)
+    if optim is not None and optim_input is not None:
+        raise ConfigError("optim and optim_input were both given: pass optim alone.")
+    if optim is not None:
+        return optim
+    return model.parameters() if optim_input is None else optim_input
+
+
+def _by_exposed_name(
+    model: nn.Module, optim: torch.optim.Optimizer, local: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``local`` keyed as an optimizer of named parameters keys it."""
+    names = {param: clean_tensor_name(name) for name, param in model.named_parameters()}
+    params = list(dict.fromkeys(p for group in optim.param_groups for p in group["params"]))
+    unnamed = [param for param in params if param not in names]
+    if unnamed:
+        raise UsageError(
+            f"is_named_optimizer=True, but {len(unnamed)} parameters of the optimizer have no name in the model."
+        )
+    return {
+        "state": {names[params[number]]: values for number, values in local["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[params[number]] for number in group["params"]]}
+            for group in local["param_groups"]
+        ],
+    }

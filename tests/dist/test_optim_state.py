@@ -123,8 +123,9 @@ def groups():
     assert [group["lr"] for group in local["param_groups"]] == [0.1, 0.1, 0.5]
     assert local["param_groups"][0]["my_key"] == "kept"
     held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert list(local["state"]) == [n for n, param in enumerate(held) if param.numel()]
     for number, param in enumerate(held):
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in ("exp_avg", "exp_avg_sq") if param.numel() else ():
             assert torch.equal(local["state"][number][key], optimizer.state[param][key])
 
 

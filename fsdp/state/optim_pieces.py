@@ -1,0 +1,226 @@
+"""How pieces of state tensors travel: to whoever keeps whole ones, into rows and back, from the rank that has all.
+
+Everything of one unit goes in one launch, as bytes, however many tensors it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Collectives, Gather
+from ..flat.handle import FlatParamHandle
+from ..flat.layout import FlatLayout, Slot, Span
+from ..runtime.full_params import gather_flat
+from ..runtime.unit import Unit
+from .sharded import row_span
+
+__all__ = [
+    "as_bytes",
+    "flats_from_rows",
+    "is_row_major",
+    "rows_from_flats",
+    "send_whole",
+    "tell_all",
+    "to_keepers",
+]
+
+
+def is_row_major(slot: Slot) -> bool:
+    """Whether a parameter's elements lie in row-major order, so that its rows are runs of memory.  Pure."""
+    step = 1
+    for size, stride in zip(reversed(slot.shape), reversed(slot.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def tell_all(group: Collectives, message: Any, device: torch.device) -> list[Any]:
+    """Every rank's message, in rank order.
+
+    Collective: every rank of ``group``; two launches.
+
+    Args:
+        group: Who takes part.
+        message: Anything that pickles, small.
+        device: Where the group communicates.
+    """
+    if group.size == 1:
+        return [message]
+    told = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8).to(device)
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=device)
+    sizes[group.rank] = told.numel()
+    group.all_gather([Gather(sizes, sizes.split(1))]).wait()
+    longest = int(sizes.max())
+    whole = torch.zeros(group.size * longest, dtype=torch.uint8, device=device)
+    slices = whole.split(longest)
+    slices[group.rank][: told.numel()].copy_(told)
+    group.all_gather([Gather(whole, slices)]).wait()
+    return [
+        pickle.loads(bytes(part[:size].tolist()))
+        for part, size in zip(slices, sizes.tolist(), strict=True)
+    ]
+
+
+def to_keepers(
+    unit: Unit,
+    shards: Sequence[torch.Tensor],
+    handles: Sequence[FlatParamHandle],
+    keepers: Sequence[int],
+) -> Iterator[torch.Tensor]:
+    """The whole of each sharded tensor, ``[padded_numel]``, one after the other; nothing where none is kept.
+
+    Collective: every rank of the unit's shard group; one launch, none if nobody keeps anything.
+
+    Args:
+        unit: Whose group.
+        shards: This rank's ``[shard_numel]`` of each tensor.
+        handles: Whose layout each has.
+        keepers: Ranks of the shard group that want the result; all get it if it is more than one.
+    """
+    me, size = unit.shard.rank, unit.shard.size
+    if not keepers or not shards:
+        return
+    if size == 1 or len(keepers) > 1:
+        yield from gather_flat(unit, shards, handles)
+        return
+    packed = torch.cat([as_bytes(shard) for shard in shards])
+    nothing = packed[:0]
+    is_target = me == keepers[0]
+    sends = [packed if rank == keepers[0] else nothing for rank in range(size)]
+    receives = [torch.empty_like(packed) if is_target else nothing for _ in range(size)]
+    unit.shard.exchange(sends, receives).wait()
+    if not is_target:
+        return
+    start = 0
+    for shard in shards:
+        stop = start + shard.nbytes
+        yield torch.cat([received[start:stop] for received in receives]).view(shard.dtype)
+        start = stop
+
+
+def rows_from_flats(
+    unit: Unit, flats: Sequence[tuple[FlatLayout, torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """This rank's rows of each parameter of each flat tensor, ``[n]`` each.
+
+    Collective: every rank of the unit's shard group; one launch.
+
+    Args:
+        unit: Whose group.
+        flats: This rank's ``[shard_numel]`` of each tensor, with its layout.
+    """
+    me = unit.shard.rank
+    rows = [
+        [
+            shard.new_empty(row_span(slot.shape, layout.world_size, me).numel)
+            for slot in layout.slots
+        ]
+        for layout, shard in flats
+    ]
+    outgoing: list[list[torch.Tensor]] = []
+    incoming: list[list[torch.Tensor]] = []
+    for peer in range(unit.shard.size):
+        outgoing.append([])
+        incoming.append([])
+        for (layout, shard), own in zip(flats, rows, strict=True):
+            for _, in_shard, _ in _overlaps(layout, me, peer):
+                outgoing[-1].append(shard[in_shard.start : in_shard.stop])
+            for index, _, in_rows in _overlaps(layout, peer, me):
+                incoming[-1].append(own[index][in_rows.start : in_rows.stop])
+    _swap(unit.shard, outgoing, incoming)
+    return rows
+
+
+def flats_from_rows(
+    unit: Unit, wanted: Sequence[tuple[FlatLayout, int, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """This rank's flat piece of each parameter, ``[n]``, from every rank's rows.
+
+    Collective: every rank of the unit's shard group; one launch.
+
+    Args:
+        unit: Whose group.
+        wanted: For each parameter its layout, its index there, and this rank's rows of it, ``[m]``.
+    """
+    me = unit.shard.rank
+    pieces = [
+        rows.new_empty(layout.pieces(me)[index].in_slot.numel) for layout, index, rows in wanted
+    ]
+    outgoing: list[list[torch.Tensor]] = []
+    incoming: list[list[torch.Tensor]] = []
+    for peer in range(unit.shard.size):
+        outgoing.append([])
+        incoming.append([])
+        for (layout, index, rows), piece in zip(wanted, pieces, strict=True):
+            for at, _, in_rows in _overlaps(layout, peer, me):
+                if at == index:
+                    outgoing[-1].append(rows[in_rows.start : in_rows.stop])
+            offset = layout.pieces(me)[index].in_shard.start
+            for at, in_shard, _ in _overlaps(layout, me, peer):
+                if at == index:
+                    incoming[-1].append(piece[in_shard.start - offset : in_shard.stop - offset])
+    _swap(unit.shard, outgoing, incoming)
+    return pieces
+
+
+def _overlaps(layout: FlatLayout, flat_rank: int, row_rank: int) -> list[tuple[int, Span, Span]]:
+    """What the shard of one rank shares with the rows of another: parameter, place in the shard, place in the rows."""
+    found = []
+    for index, (slot, piece) in enumerate(zip(layout.slots, layout.pieces(flat_rank), strict=True)):
+        wanted = row_span(slot.shape, layout.world_size, row_rank)
+        both = piece.in_slot.clip(wanted)
+        if both.numel:
+            offset = piece.in_shard.start - piece.in_slot.start
+            found.append((index, both.shift(offset), both.shift(-wanted.start)))
+    return found
+
+
+def _swap(
+    group: Collectives,
+    outgoing: Sequence[Sequence[torch.Tensor]],
+    incoming: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Send each rank its tensors, in order, and write what each sends into the tensors given for it."""
+    device = next((part.device for parts in (*outgoing, *incoming) for part in parts), None)
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    sends = [torch.cat([nothing, *map(as_bytes, parts)]) for parts in outgoing]
+    receives = [
+        torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+        for parts in incoming
+    ]
+    group.exchange(sends, receives).wait()
+    for received, parts in zip(receives, incoming, strict=True):
+        start = 0
+        for part in parts:
+            part.view(torch.uint8).copy_(received[start : start + part.nbytes])
+            start += part.nbytes
+
+
+def send_whole(
+    unit: Unit, tensors: Sequence[torch.Tensor], owner: tuple[int, int], device: torch.device
+) -> None:
+    """Copy tensors from their owner, ``(shard rank, replica rank)``, into the same ones of every rank.
+
+    Collective: every rank of both axes of the unit; one launch an axis.
+    """
+    shard_rank, replica = owner
+    packed = torch.cat([as_bytes(tensor).to(device) for tensor in tensors])
+    if unit.shard.size > 1 and unit.replicate.rank == replica:
+        unit.shard.broadcast([packed], shard_rank).wait()
+    if unit.replicate.size > 1:
+        unit.replicate.broadcast([packed], replica).wait()
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        tensor.view(-1).view(torch.uint8).copy_(packed[start:stop])
+        start = stop
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as ``[nbytes]`` uint8, which every backend sends.  Collective: none."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,97 @@
+"""Optimizer state dicts of plain models, keyed by name or by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import OptimStateKeyType
+from ..errors import CheckpointError, ConfigError, describe
+from ..names import clean_tensor_name
+from ..runtime.held import held_params, units_in
+from .optim_view import copy_of, view_of
+
+__all__ = ["rekey_optim_state"]
+
+
+def rekey_optim_state(
+    saved: Mapping[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    source: torch.optim.Optimizer | Iterable[Any],
+) -> dict[str, Any]:
+    """``saved`` keyed by name, or by the numbers an optimizer over the unwrapped ``model`` gives.
+
+    Collective: none.  ``saved`` is not changed, and the result shares no memory with it.
+
+    Args:
+        saved: A state dict of either kind.
+        key_type: What the result is keyed by.
+        model: The model without wrappers.
+        source: The optimizer, or its parameters (or groups of them): they say which number is which parameter.
+
+    Raises:
+        ConfigError: If ``key_type`` is no :class:`OptimStateKeyType`, or ``model`` holds wrappers.
+        CheckpointError: If ``saved`` mixes names and numbers, or has a key the optimizer has not; names it.
+    """
+    if not isinstance(key_type, OptimStateKeyType):
+        raise ConfigError(f"optim_state_key_type is {key_type!r}: expected an OptimStateKeyType.")
+    if units_in(model):
+        raise ConfigError(
+            "rekey_optim_state_dict takes the model without wrappers: state dicts of wrapped models are keyed by name, "
+            "and optim_state_dict_to_load takes both kinds."
+        )
+    keys = dict.fromkeys(
+        [*saved["state"], *(key for group in saved["param_groups"] for key in group["params"])]
+    )
+    kinds = {isinstance(key, int) for key in keys}
+    if len(kinds) > 1:
+        name = next(key for key in keys if not isinstance(key, int))
+        raise CheckpointError(
+            describe("the optimizer state dict mixes names and numbers", fqn=str(name)),
+            fqn=str(name),
+        )
+    by_number = key_type is OptimStateKeyType.PARAM_ID
+    view = view_of(held_params(model, []), source)
+    names = {key.name: key.items[0].fqn for key in view.keys}
+    new: Mapping[Any, Any] = {key: key for key in keys}
+    if kinds == {not by_number}:
+        numbers = {fqn: number for number, fqn in names.items()}
+        numbers.update(
+            {
+                alias: numbers[key.items[0].fqn]
+                for key in view.keys
+                for alias in key.items[0].aliases
+            }
+        )
+        new = numbers if by_number else names
+    return {
+        "state": {
+            _found(new, key): {name: copy_of(value) for name, value in values.items()}
+            for key, values in saved["state"].items()
+        },
+        "param_groups": [
+            {
+                **{name: copy_of(value) for name, value in group.items() if name != "params"},
+                "params": [_found(new, key) for key in group["params"]],
+            }
+            for group in saved["param_groups"]
+        ],
+    }
+
+
+def _found(new: Mapping[Any, Any], key: Any) -> Any:
+    clean = clean_tensor_name(key) if isinstance(key, str) else key
+    if clean not in new:
+        raise CheckpointError(
+            describe(
+                f"the optimizer state dict has {key!r}, which the optimizer of this model has not",
+                fqn=key if isinstance(key, str) else None,
+                remedy="Give the model and the parameters the state was saved from.",
+            ),
+            fqn=key if isinstance(key, str) else None,
+        )
+    return new[clean]

@@ -1,0 +1,460 @@
+"""Optimizer state under original names, whole or by rows, from what each rank's optimizer holds.
+
+The canonical form is ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``, where a tensor
+of a parameter's shape is whole (or a DTensor of it) and everything else is as the optimizer keeps it for that
+parameter.  A parameter without state stays without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError, FsdpError, describe
+from ..flat.handle import FlatParamHandle
+from ..flat.views import slot_view
+from ..runtime.full_params import gather_flat
+from ..runtime.held import Held, held_params
+from ..runtime.unit import Unit
+from .optim_pieces import is_row_major, rows_from_flats, send_whole, tell_all, to_keepers
+from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
+from .sharded import mesh_of, row_span
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = ["Delivery", "save_optim_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Who gets what.
+
+    Attributes:
+        keep: Whether this rank keeps the result; it takes part either way.
+        to_cpu: Whether tensors are moved to the CPU as they come.
+        row_groups: For each unit its shard group, if every rank gets its rows as DTensors; None for whole tensors.
+    """
+
+    keep: bool = True
+    to_cpu: bool = True
+    row_groups: Mapping[Unit, ProcessGroup | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What is known of a state tensor everywhere: dtype, and its shape where that is not the parameter's piece."""
+
+    dtype: torch.dtype
+    shape: torch.Size | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The state of one parameter on one rank: of each value a :class:`_Tensor`, or the value itself."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank tells the others before anything is gathered."""
+
+    problem: FsdpError | None
+    keep: bool
+    states: list[_Description]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Member:
+    """One parameter of a unit, what state it has, and which rank has all of it, if one has."""
+
+    item: Held
+    description: _Description
+    owner: tuple[int, int] | None
+
+
+def save_optim_state(
+    model: nn.Module,
+    units: Sequence[Unit],
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    delivery: Delivery,
+) -> dict[str, Any]:
+    """The optimizer's state in the canonical form.
+
+    Collective: every rank of both axes of every unit.  One exchange of small descriptions a group, then one launch a
+    unit however many tensors its state has; whole tensors that one rank keeps travel to that rank alone.
+
+    Args:
+        model: What the optimizer trains; a wrapper or a module that contains some.
+        units: The units in it.
+        optimizer: Holds the exposed parameters.
+        state_dict: The optimizer's own state dict, if it is not ``optimizer.state_dict()``.
+        delivery: Who gets what.
+
+    Returns:
+        The canonical form, or an empty dict where ``delivery.keep`` is False.
+
+    Raises:
+        UsageError: If the optimizer holds parameters that are not the model's.
+        CheckpointError: If a state tensor has neither its parameter's shape nor one element, or ranks differ in what
+            state a parameter has.  On every rank.
+    """
+    if units:
+        units[0].gate.enter("optim_state_dict")
+    held = held_params(model, units)
+    problem: FsdpError | None = None
+    view = None
+    local: dict[Held, _Description] = {}
+    try:
+        view = view_of(held, optimizer, state_dict)
+        local = _describe_all(view)
+    except FsdpError as error:
+        problem = error
+    state: dict[str, dict[str, Any]] = {}
+    by_unit = _by_unit(held)
+    said = _agree(by_unit, local, problem, keep=delivery.keep)
+    if problem is not None:
+        raise problem
+    assert view is not None
+    merged = {unit: _merge(unit, items, said[unit], view) for unit, items in by_unit.items()}
+    values = _LocalValues(view)
+    for unit, members in merged.items():
+        if unit is None:
+            state.update(_copied_values(members, values, to_cpu=delivery.to_cpu))
+        else:
+            state.update(_of_unit(unit, members, values, said[unit], delivery))
+    if not delivery.keep:
+        return {}
+    groups = [
+        {**options, "params": list(names)}
+        for options, names in zip(view.groups, view.group_names, strict=True)
+    ]
+    in_order = {item.fqn: state[item.fqn] for item in held if item.fqn in state}
+    return {"state": in_order, "param_groups": groups}
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def _describe_all(view: OptimizerView) -> dict[Held, _Description]:
+    """What state each parameter has on this rank."""
+    described = {}
+    for key in view.keys:
+        values = view.state.get(key.name)
+        if values:
+            description = _describe(key, values)
+            described.update(dict.fromkeys(key.items, description))
+    return described
+
+
+def _describe(key: LocalKey, values: Mapping[str, Any]) -> _Description:
+    described: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            described[name] = copy_of(value)
+        elif value.dim() and (key.shape is None or value.shape == key.shape):
+            described[name] = _Tensor(value.dtype, None if key.shape is not None else value.shape)
+        elif value.numel() == 1:
+            described[name] = value.detach().cpu().clone()
+        else:
+            fqn = key.items[0].fqn
+            raise CheckpointError(
+                describe(
+                    f"the optimizer keeps {name!r} of shape {tuple(value.shape)}: expected the shape of what it "
+                    f"steps, {tuple(key.shape or ())}, or a scalar",
+                    fqn=fqn,
+                    remedy="Use fsdp.optim.WholeParamOptimizer for optimizers that need whole parameters.",
+                ),
+                fqn=fqn,
+            )
+    return _Description(described)
+
+
+def _by_unit(held: Sequence[Held]) -> dict[Unit | None, list[Held]]:
+    members: dict[Unit | None, list[Held]] = {}
+    for item in held:
+        members.setdefault(item.unit, []).append(item)
+    return members
+
+
+def _agree(
+    by_unit: Mapping[Unit | None, Sequence[Held]],
+    local: Mapping[Held, _Description],
+    problem: FsdpError | None,
+    *,
+    keep: bool,
+) -> dict[Unit | None, list[list[_Said]]]:
+    """What each rank ``[replica][shard rank]`` has of each unit's parameters; raises what any of them raised."""
+    groups: dict[object, list[Unit]] = {}
+    for unit in by_unit:
+        if unit is not None:
+            groups.setdefault(unit.group_key, []).append(unit)
+    nothing = _Description()
+    said: dict[Unit | None, list[list[_Said]]] = {
+        None: [[_Said(problem, keep, [local.get(item, nothing) for item in by_unit.get(None, ())])]]
+    }
+    for members in groups.values():
+        items = [item for unit in members for item in by_unit[unit]]
+        mine = _Said(problem, keep, [local.get(item, nothing) for item in items])
+        device = members[0].config.device
+        row = tell_all(members[0].shard, mine, device)
+        table = tell_all(members[0].replicate, row, device)
+        for told in (one for row in table for one in row):
+            if told.problem is not None and problem is None:
+                raise told.problem
+        start = 0
+        for unit in members:
+            stop = start + len(by_unit[unit])
+            said[unit] = [
+                [_Said(None, one.keep, one.states[start:stop]) for one in row] for row in table
+            ]
+            start = stop
+    return said
+
+
+def _merge(
+    unit: Unit | None, items: Sequence[Held], said: list[list[_Said]], view: OptimizerView
+) -> list[_Member]:
+    """One description a parameter: that of the ranks that hold some of it, which must agree."""
+    members = []
+    for at, item in enumerate(items):
+        known = {
+            (shard, replica): one.states[at]
+            for replica, row in enumerate(said)
+            for shard, one in enumerate(row)
+        }
+        if unit is None or item.fqn in view.wholes:
+            with_state = [rank for rank, description in known.items() if description.values]
+            if with_state:
+                members.append(_Member(item, known[with_state[0]], with_state[0]))
+            continue
+        keepers = [rank for rank in known if _keeps(item, rank[0])]
+        _check_equal(item, {rank: known[rank] for rank in keepers})
+        description = known[keepers[0]]
+        if description.values:
+            members.append(_Member(item, description, None))
+    return members
+
+
+def _keeps(item: Held, shard_rank: int) -> bool:
+    assert item.handle is not None
+    layout = item.handle.layout
+    return not item.numel or layout.pieces(shard_rank)[item.index].in_slot.numel > 0
+
+
+def _check_equal(item: Held, known: Mapping[tuple[int, int], _Description]) -> None:
+    names = {rank: set(description.values) for rank, description in known.items()}
+    first = next(iter(names.values()))
+    differing = tuple(rank for rank, found in names.items() if found != first)
+    if differing:
+        raise CheckpointError(
+            describe(
+                f"ranks differ in what optimizer state the parameter has: {sorted(first)} on most, "
+                f"{sorted(names[differing[0]])} on shard rank {differing[0][0]}",
+                fqn=item.fqn,
+                remedy="Load the same state and make the same steps on every rank.",
+            ),
+            fqn=item.fqn,
+        )
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+class _LocalValues:
+    """This rank's state tensors, found by parameter."""
+
+    def __init__(self, view: OptimizerView) -> None:
+        self._view = view
+        self._keys = {item: key for key in view.keys for item in key.items}
+
+    def value(self, item: Held, name: str) -> torch.Tensor:
+        """The tensor ``name`` that covers ``item``."""
+        found = self._view.state[self._keys[item].name][name]
+        assert isinstance(found, torch.Tensor)
+        return found.detach()
+
+    def shard(self, handle: FlatParamHandle, name: str, members: Sequence[_Member]) -> torch.Tensor:
+        """``[shard_numel]`` of the state ``name`` of a whole handle; zeros where a parameter has none."""
+        present = [member for member in members if name in member.description.values]
+        dtype = present[0].description.values[name].dtype
+        key = self._keys.get(present[0].item)
+        if key is not None and key.form is Form.FLAT and key.name in self._view.state:
+            return self.value(present[0].item, name)
+        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.device)
+        for member in present:
+            if key is not None and key.form is not Form.FLAT and member.item.is_kept_here:
+                piece = handle.pieces[member.item.index].in_shard
+                target = member.item.shaped(shard[piece.start : piece.stop])
+                value = self.value(member.item, name)
+                target.copy_(value if value.shape == target.shape else value.view(target.shape))
+        return shard
+
+
+def _copied_values(
+    members: Sequence[_Member], values: _LocalValues, *, to_cpu: bool
+) -> dict[str, dict[str, Any]]:
+    """The state of parameters that no unit manages, as it is."""
+    return {
+        member.item.fqn: {
+            name: _copied(values.value(member.item, name), to_cpu=to_cpu)
+            if isinstance(value, _Tensor)
+            else value
+            for name, value in member.description.values.items()
+        }
+        for member in members
+    }
+
+
+def _of_unit(
+    unit: Unit,
+    members: Sequence[_Member],
+    values: _LocalValues,
+    said: list[list[_Said]],
+    delivery: Delivery,
+) -> dict[str, dict[str, Any]]:
+    """The state of one unit's parameters on this rank: whole, or its rows."""
+    state = {member.item.fqn: dict(member.description.values) for member in members}
+    pieces = [member for member in members if member.owner is None]
+    rows = delivery.row_groups is not None and unit.shard.size > 1
+    wanted = _wanted(pieces)
+    shards = [
+        values.shard(handle, name, [m for m in pieces if m.item.handle is handle]).to(
+            unit.config.device
+        )
+        for handle, name in wanted
+    ]
+    keepers = [rank for rank, one in enumerate(said[unit.replicate.rank]) if one.keep]
+    if rows:
+        assert delivery.row_groups is not None
+        group = delivery.row_groups[unit]
+        assert group is not None
+        parts = _rows(unit, wanted, shards, group)
+    else:
+        wholes = to_keepers(unit, shards, [handle for handle, _ in wanted], keepers)
+        parts = (
+            [slot_view(whole, slot) for slot in handle.layout.slots]
+            for (handle, _), whole in zip(wanted, wholes, strict=False)
+        )
+    for (handle, name), tensors in zip(wanted, parts, strict=False):
+        if delivery.keep:
+            _store(state, pieces, handle, name, tensors, to_cpu=delivery.to_cpu)
+    owned = [member for member in members if member.owner is not None]
+    for member, name, whole in _from_owners(unit, owned, values):
+        fits = tuple(whole.shape) == member.item.shape
+        if rows and fits and delivery.row_groups is not None:
+            group = delivery.row_groups[unit]
+            assert group is not None
+            whole = _row_tensor(unit, _own_rows(whole, unit), whole.shape, group)  # noqa: PLW2901
+        state[member.item.fqn][name] = _copied(whole, to_cpu=delivery.to_cpu)
+    return state
+
+
+def _wanted(members: Sequence[_Member]) -> list[tuple[FlatParamHandle, str]]:
+    """Which state tensors to move: each name of each handle once."""
+    wanted: dict[tuple[FlatParamHandle, str], None] = {}
+    for member in members:
+        assert member.item.handle is not None
+        for name, value in member.description.values.items():
+            if isinstance(value, _Tensor):
+                wanted[member.item.handle, name] = None
+    return list(wanted)
+
+
+def _store(
+    state: dict[str, dict[str, Any]],
+    members: Sequence[_Member],
+    handle: FlatParamHandle,
+    name: str,
+    values: Sequence[torch.Tensor],
+    *,
+    to_cpu: bool,
+) -> None:
+    for member in members:
+        if member.item.handle is handle and name in member.description.values:
+            state[member.item.fqn][name] = _copied(values[member.item.index], to_cpu=to_cpu)
+
+
+def _copied(value: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
+    value = value.detach()
+    return value.to("cpu", copy=True) if to_cpu else value.clone()
+
+
+def _from_owners(
+    unit: Unit, members: Sequence[_Member], values: _LocalValues
+) -> Iterator[tuple[_Member, str, torch.Tensor]]:
+    """The state tensors that one rank has whole, on every rank; one launch an owner and axis."""
+    device = unit.config.device
+    owners = dict.fromkeys(member.owner for member in members)
+    for owner in owners:
+        assert owner is not None
+        tensors = []
+        for member in members:
+            for name, value in member.description.values.items():
+                if member.owner == owner and isinstance(value, _Tensor):
+                    if owner == (unit.shard.rank, unit.replicate.rank):
+                        whole = values.value(member.item, name).contiguous()
+                    else:
+                        assert value.shape is not None
+                        whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    tensors.append((member, name, whole))
+        if tensors:
+            send_whole(unit, [whole for _, _, whole in tensors], owner, device)
+            yield from tensors
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    unit: Unit,
+    wanted: Sequence[tuple[FlatParamHandle, str]],
+    shards: Sequence[torch.Tensor],
+    group: ProcessGroup,
+) -> Iterator[list[torch.Tensor]]:
+    """For each state tensor this rank's rows of each parameter, as DTensors."""
+    layouts = [handle.layout for handle, _ in wanted]
+    if all(is_row_major(slot) for layout in layouts for slot in layout.slots):
+        rows = rows_from_flats(unit, list(zip(layouts, shards, strict=True)))
+    else:
+        wholes = gather_flat(unit, shards, [handle for handle, _ in wanted])
+        rows = [
+            [_own_rows(slot_view(whole, slot), unit) for slot in layout.slots]
+            for layout, whole in zip(layouts, wholes, strict=True)
+        ]
+    for layout, parts in zip(layouts, rows, strict=True):
+        yield [
+            _row_tensor(unit, part, torch.Size(slot.shape), group)
+            for part, slot in zip(parts, layout.slots, strict=True)
+        ]
+
+
+def _own_rows(whole: torch.Tensor, unit: Unit) -> torch.Tensor:
+    span = row_span(tuple(whole.shape), unit.shard.size, unit.shard.rank)
+    return whole.contiguous().view(-1)[span.start : span.stop].clone()
+
+
+def _row_tensor(
+    unit: Unit, rows: torch.Tensor, shape: torch.Size, group: ProcessGroup
+) -> torch.Tensor:
+    """``rows`` ``[n]`` as a DTensor of a tensor of ``shape``; one without dimensions is on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    row = shape[1:].numel() if shape else 1
+    count = rows.numel() // row if row else 0
+    local = rows.view(count, *shape[1:]) if shape else rows.view(())
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        mesh_of(group, unit.config.device),
+        [Shard(0) if shape else Replicate()],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return made
