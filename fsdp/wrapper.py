@@ -61,7 +61,7 @@ from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.loading import agree, problem_of, receive_from_first
-from .state.model import StateHooks
+from .state.model import StateHooks, keys_in_order
 from .state.optim_interface import OptimStateInterface
 from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
@@ -615,6 +615,10 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             for later in list(saved)[list(saved).index(key) :]:
                 saved[later.replace(f"{COMPILED_MODULE}.", "")] = saved.pop(later)
             break
+        if self._state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            for key in (prefix + name for name in keys_in_order(self)):
+                if key in saved:
+                    saved[key] = saved.pop(key)
         return saved
 
     @staticmethod

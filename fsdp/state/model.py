@@ -24,10 +24,10 @@ from ..comm.topology import Axes
 from ..config import FullStateDictConfig, StateDictSettings, StateDictType
 from ..errors import TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
-from ..names import flat_param_name, join_names
+from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
-from ..runtime.held import unit_of
+from ..runtime.held import unit_of, units_in
 from ..runtime.unit import Unit
 from .loading import RECEIVED, check_loadable, local_misfit, misfit
 from .sharded import (
@@ -39,7 +39,7 @@ from .sharded import (
     whole_tensor,
 )
 
-__all__ = ["Delivery", "StateHooks", "delivering"]
+__all__ = ["Delivery", "StateHooks", "delivering", "keys_in_order"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -237,6 +237,7 @@ class StateHooks:
         shape = entry.handle.layout.slots[entry.index].shape
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             fqn = entry.handle.fqns[entry.index]
+            self._unit.root.close_saves()
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             raise UsageError(
                 describe(
@@ -347,6 +348,28 @@ class StateHooks:
                 handle.shard[span.start : span.stop].copy_(piece)
                 return
         handle.load_whole(index, whole_tensor(value))
+
+
+def keys_in_order(model: nn.Module) -> list[str]:
+    """The keys that the unwrapped model's state dict may have, in its order.  Collective: none."""
+    siblings = {
+        site.module: site.siblings
+        for unit in units_in(model)
+        for handle in unit.handles
+        for managed in handle.params
+        for site in managed.sites
+    }
+    keys: dict[str, None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = clean_tensor_name(path)
+        names = (
+            *siblings.get(module, ()),
+            *_torch.parameter_table(module),
+            *_torch.buffer_table(module),
+            "_extra_state",
+        )
+        keys.update(dict.fromkeys(join_names(prefix, name) for name in names))
+    return list(keys)
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp import (
     FullStateDictConfig,
@@ -18,6 +21,9 @@ from fsdp import (
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.wrap import ModuleWrapPolicy
+from tests.support.models import ENTRIES
+from tests.support.oracles import wrap_entry
 from tests.support.ranks import run_ranks
 from tests.support.scripts import Block, batch, build, wrap
 
@@ -138,3 +144,352 @@ def differentiated():
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_is_refused_by_name():
     run_ranks(differentiated, 2)
+
+
+# -- every model, strategy and world size ------------------------------------------------------------------------------
+
+EXPOSURES = (False, True)
+
+
+def all_types(name, strategy):
+    """Sharded and local dicts of every exposure hold the plain model's values and load into the other exposure."""
+    item = ENTRIES[name]
+    reference = item.build().state_dict()
+    for orig in EXPOSURES:
+        model = wrap_entry(
+            item,
+            item.build(),
+            "blocks",
+            use_orig_params=orig,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        managed = {fqn for unit in model._unit.root.units for h in unit.handles for fqn in h.fqns}
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            sharded_state = model.state_dict()
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            local_state = model.state_dict()
+        assert list(sharded_state) == list(reference)
+        for key, value in sharded_state.items():
+            assert isinstance(value, DTensor) or key not in managed
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            assert value.shape == reference[key].shape, key
+            assert torch.equal(whole, reference[key]), key
+        for state in (sharded_state, local_state):
+            same = orig if state is local_state else not orig
+            other = wrap_entry(
+                item,
+                item.build(seed=7),
+                "blocks",
+                use_orig_params=same,
+                sharding_strategy=ShardingStrategy[strategy],
+            )
+            result = other.load_state_dict(dict(state), strict=state is sharded_state)
+            assert not result.unexpected_keys
+            loaded = other.state_dict()
+            assert all(torch.equal(loaded[key], reference[key]) for key in reference)
+        pieces = {key for key in local_state if key.rpartition(".")[2].startswith("flat_param")}
+        assert len(pieces) == sum(len(unit.handles) for unit in model._unit.root.units)
+        shard = local_state["flat_param"] if "flat_param" in local_state else None
+        if shard is not None:
+            assert isinstance(shard, DTensor)
+            assert shard.to_local().data_ptr() == model._handle.shard.data_ptr()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_model_goes_through_sharded_and_local_dicts(name):
+    run_ranks(all_types, 3, name, "FULL_SHARD")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_world_size_one_and_no_shard_give_dtensors_too(world_size, strategy):
+    run_ranks(all_types, world_size, "gpt_tied", strategy)
+
+
+def hybrid(strategy):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    item = ENTRIES["mlp"]
+    reference = item.build().state_dict()
+    for orig in EXPOSURES:
+        kwargs = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
+        model = wrap_entry(item, item.build(), "blocks", use_orig_params=orig, **kwargs)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+        value = state["blocks.0.up.weight"]
+        assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert [type(placement) for placement in value.placements] == [Replicate, Shard]
+        other = wrap_entry(item, item.build(3), "blocks", use_orig_params=not orig, **kwargs)
+        other.load_state_dict(state)
+        loaded = other.state_dict()
+        for key in reference:
+            assert torch.equal(loaded[key], reference[key])
+            assert torch.equal(state[key].full_tensor(), reference[key])
+        third = wrap_entry(item, item.build(4), "blocks", use_orig_params=orig, **kwargs)
+        third.load_state_dict(reference if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+        loaded = third.state_dict()
+        assert all(torch.equal(loaded[key], reference[key]) for key in reference)
+
+
+def test_hybrid_sharding_gives_two_dimensional_dtensors():
+    run_ranks(hybrid, 4, "HYBRID_SHARD")
+
+
+def channels_last():
+    """Parameters whose memory order is not row-major are cut along the dimension that is outermost in memory."""
+    for orig in EXPOSURES:
+        plain = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.Linear(4, 7, bias=False))
+        plain[0].to(memory_format=torch.channels_last)
+        plain[1].weight = torch.nn.Parameter(torch.randn(4, 7).t())
+        plain.load_state_dict({k: torch.randn(v.shape) for k, v in plain.state_dict().items()})
+        reference = {key: value.clone() for key, value in plain.state_dict().items()}
+        model = FSDP(plain, use_orig_params=orig, sync_module_states=True)
+        reference = model.state_dict()
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+        assert state["0.weight"].placements[0] == Shard(0)
+        assert state["1.weight"].placements[0] == Shard(1)
+        assert all(torch.equal(state[key].full_tensor(), reference[key]) for key in reference)
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in reference.items()})
+        model.load_state_dict(state)
+        loaded = model.state_dict()
+        assert all(torch.equal(loaded[key], reference[key]) for key in reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_in_any_memory_order_keep_their_values(world_size):
+    run_ranks(channels_last, world_size)
+
+
+def awkward():
+    """Scalars, empty parameters, packed bytes, frozen ones, ignored parameters and modules, a buffer."""
+    for orig in EXPOSURES:
+        reference = Awkward().state_dict()
+        plain = Awkward()
+        ignored = [plain.ignored.weight, plain.ignored.bias, plain.loose]
+        model = FSDP(plain, use_orig_params=orig, ignored_states=ignored)
+        for kind in StateDictType:
+            with FSDP.state_dict_type(model, kind):
+                state = model.state_dict()
+            other = FSDP(
+                zeroed := Awkward(),
+                use_orig_params=orig,
+                ignored_states=[zeroed.ignored.weight, zeroed.ignored.bias, zeroed.loose],
+            )
+            with torch.no_grad(), FSDP.summon_full_params(other):
+                for param in zeroed.parameters():
+                    param.zero_()
+            other.load_state_dict(state, strict=kind is not StateDictType.LOCAL_STATE_DICT)
+            loaded = other.state_dict()
+            for key, value in reference.items():
+                assert loaded[key].dtype == value.dtype
+                assert torch.equal(loaded[key], value), (kind, key)
+            if kind is not StateDictType.LOCAL_STATE_DICT:
+                assert list(state) == list(reference)
+        state = model.state_dict()
+        assert state["ignored.weight"].data_ptr() != plain.ignored.weight.data_ptr()
+        assert state["loose"].data_ptr() != plain.loose.data_ptr()
+        config = FullStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            kept = model.state_dict()
+        assert list(kept) == (list(reference) if dist.get_rank() == 0 else [])
+        other.load_state_dict(state if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+
+
+class Awkward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.scalar = torch.nn.Parameter(torch.tensor(1.5))
+        self.empty = torch.nn.Parameter(torch.randn(3, 0))
+        self.other_empty = torch.nn.Parameter(torch.randn(0, 2))
+        self.packed = torch.nn.Parameter(
+            torch.arange(11, dtype=torch.uint8).view(11, 1), requires_grad=False
+        )
+        self.frozen = torch.nn.Parameter(torch.randn(2, 3).bfloat16(), requires_grad=False)
+        self.loose = torch.nn.Parameter(torch.randn(2))
+        self.one = torch.nn.Parameter(torch.randn(1))
+        self.ignored = torch.nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_scalars_empty_packed_frozen_and_ignored_parameters_go_through_every_type(world_size):
+    run_ranks(awkward, world_size)
+
+
+# -- no shard by accident ----------------------------------------------------------------------------------------------
+
+
+def inside_summon():
+    item = ENTRIES["mlp"]
+    reference = item.build().state_dict()
+    for orig in EXPOSURES:
+        model = wrap_entry(item, item.build(), "blocks", use_orig_params=orig)
+        with FSDP.summon_full_params(model):
+            assert all(torch.equal(v, reference[k]) for k, v in model.state_dict().items())
+            for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+                with (
+                    FSDP.state_dict_type(model, kind),
+                    pytest.raises(RuntimeError, match="summon_full_params"),
+                ):
+                    model.state_dict()
+        with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+            for part in (model, model.module, model.module.blocks[0].module.up):
+                if dist.get_rank() == 0:
+                    part.state_dict()
+                else:
+                    with pytest.raises(RuntimeError, match="expected the whole parameter"):
+                        part.state_dict()
+        assert all(torch.equal(v, reference[k]) for k, v in model.state_dict().items())
+
+
+def test_a_shard_is_never_saved_for_a_parameter_inside_summon():
+    run_ranks(inside_summon, 2)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_on_one_rank(how):
+    """One rank's dict does not fit: every rank raises, naming it, and no rank has changed anything."""
+    item = ENTRIES["gpt_tied"]
+    before = item.build().state_dict()
+    for orig in EXPOSURES:
+        model = wrap_entry(item, item.build(), "blocks", use_orig_params=orig)
+        state = {key: value + 1 for key, value in before.items()}
+        if dist.get_rank() == how["rank"]:
+            state["norm.weight"] = torch.zeros(9)
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(state, broadcast_from_rank0=how["broadcast"])
+        for part in ("norm.weight", "[9]", "[6]"):
+            assert part in str(caught.value)
+        after = model.state_dict()
+        assert all(torch.equal(after[key], before[key]) for key in before)
+        with pytest.raises(RuntimeError, match=r"norm\.weight"):
+            model.module.load_state_dict({**before, "norm.weight": torch.zeros(9)})
+        after = model.state_dict()
+        assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"rank": 0, "broadcast": False},
+        {"rank": 1, "broadcast": False},
+        {"rank": 0, "broadcast": True},
+    ],
+)
+def test_a_wrong_shape_on_one_rank_leaves_the_model_as_it_was_on_all(how):
+    run_ranks(wrong_on_one_rank, 2, how)
+
+
+def wrong_buffer():
+    item = ENTRIES[CONV]
+    before = item.build().state_dict()
+    key = next(key for key in before if key.endswith("running_mean"))
+    model = wrap_entry(item, item.build(), "blocks")
+    state = {name: value + 1 for name, value in before.items()} | {key: torch.zeros(99)}
+    with pytest.raises(RuntimeError, match=key):
+        model.load_state_dict(state)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+CONV = next(name for name in ENTRIES if "conv" in name)
+
+
+def test_a_buffer_of_the_wrong_shape_leaves_the_model_as_it_was():
+    run_ranks(wrong_buffer, 2)
+
+
+def from_rank_zero(name, strategy):
+    item = ENTRIES[name]
+    source = item.build(seed=5).state_dict()
+    for orig in EXPOSURES:
+        model = wrap_entry(
+            item,
+            item.build(),
+            "blocks",
+            use_orig_params=orig,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        mine = dict(source) if dist.get_rank() == 0 else {}
+        result = model.load_state_dict(mine, broadcast_from_rank0=True)
+        assert not result.missing_keys
+        state = model.state_dict()
+        assert all(torch.equal(state[key], source[key]) for key in source)
+        key = next(key for key in source if "weight" in key)
+        partial = {key: source[key] + 1, "stranger": torch.ones(2)}
+        result = model.load_state_dict(
+            partial if dist.get_rank() == 0 else None, strict=False, broadcast_from_rank0=True
+        )
+        assert result.unexpected_keys == ["stranger"]
+        fills_in_itself = {name for name in source if name.endswith("num_batches_tracked")}
+        assert set(result.missing_keys) | fills_in_itself == (set(source) - {key}) | fills_in_itself
+        assert torch.equal(model.state_dict()[key], source[key] + 1)
+        with pytest.raises(RuntimeError, match="stranger"):
+            model.load_state_dict(
+                mine | {"stranger": torch.ones(2)} if mine else {}, broadcast_from_rank0=True
+            )
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_model_loads_what_only_rank_zero_has(name):
+    run_ranks(from_rank_zero, 2, name, "FULL_SHARD") if name != "gpt_tied" else run_ranks(
+        from_rank_zero_tied, 2
+    )
+
+
+def from_rank_zero_tied():
+    item = ENTRIES["gpt_tied"]
+    source = item.build(seed=5).state_dict()
+    for orig in EXPOSURES:
+        for missing in (None, "emb.weight", "head.weight"):
+            model = wrap_entry(item, item.build(), "blocks", use_orig_params=orig)
+            mine = {key: value for key, value in source.items() if key != missing}
+            model.load_state_dict(
+                mine if dist.get_rank() == 0 else {}, strict=False, broadcast_from_rank0=True
+            )
+            state = model.state_dict()
+            assert all(torch.equal(state[key], source[key]) for key in source)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_strategy_loads_what_only_rank_zero_has(world_size, strategy):
+    run_ranks(from_rank_zero, world_size, "mlp", strategy)
+
+
+def peak_growth(call):
+    """By how many bytes the resident memory of this process grows at most during the call."""
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1])
+    call()
+    return 1024 * (int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) - before)
+
+
+def memory(kind):
+    side = 1500
+    unit = side * side * 4
+    plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(6)))
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+    reference = model.state_dict()
+    source = reference
+    if kind == "sharded":
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            source = model.state_dict()
+    mine = source if kind == "sharded" or dist.get_rank() == 0 else {}
+    broadcast = kind == "broadcast"
+    model.load_state_dict(mine, broadcast_from_rank0=broadcast)  # the allocator warms up
+    growth = peak_growth(lambda: model.load_state_dict(mine, broadcast_from_rank0=broadcast))
+    again = model.state_dict()
+    assert all(torch.equal(again[key], reference[key]) for key in reference)
+    return growth / unit
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "sharded"])
+def test_loading_costs_at_most_one_unit_of_memory_on_other_ranks(kind):
+    first, *others = run_ranks(memory, 3, kind)
+    assert all(units <= 1 for units in others), others
+    assert first <= 2, first
