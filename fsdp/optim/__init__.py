@@ -1,13 +1,18 @@
-"""Optimizers and what they need: ZeroRedundancyOptimizer and its hooks, clipping, loss scaling."""
+"""Optimizers and what they need: whole parameters, steps in the backward, ZeroRedundancyOptimizer, loss scaling."""
 
 from __future__ import annotations
 
+from .in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from .overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from .reduce_scatter_hook import reduce_scatter_hook
+from .whole_param import WholeParamOptimizer
 from .zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "OptimizerInBackward",
+    "WholeParamOptimizer",
     "ZeroRedundancyOptimizer",
+    "apply_optimizer_in_backward",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "reduce_scatter_hook",

@@ -179,6 +179,8 @@ class Reduction:
             if part.pooled:
                 pool.give_back(part.buffer)
         self._parts = []
+        if self._unit.on_gradients is not None:
+            self._unit.on_gradients()
 
     def _collect(self, handle: FlatParamHandle) -> Part:
         unit = self._unit

@@ -90,6 +90,7 @@ class Unit:
         residency: What is in memory.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
+        on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
     root: Root
@@ -120,6 +121,7 @@ class Unit:
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
         self.gradient_divisor: float | None = None
+        self.on_gradients: Callable[[], None] | None = None
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
         self._active = 0
         self._shows_leaves = False

@@ -211,16 +211,17 @@ def groups_to_load(view: OptimizerView, saved: SavedState) -> list[dict[str, Any
             options = {
                 name: copy_of(value) for name, value in group.items() if name not in _NOT_OPTIONS
             }
-            _check_same_kind(view, options, view.group_names[number])
+            _check_same_kind(view, options, number)
         numbered.append({**options, "params": list(view.group_keys[number])})
     return numbered
 
 
-def _check_same_kind(view: OptimizerView, options: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_same_kind(view: OptimizerView, options: Mapping[str, Any], number: int) -> None:
     """Refuse hyper-parameters that lack what the optimizer reads, beyond what it fills in for older versions."""
     if view.optimizer is None:
         return
-    needed = [name for name in view.optimizer.defaults if name not in options]
+    expected = view.optimizer.defaults or view.groups[number]
+    needed = [name for name in expected if name not in options]
     if not needed:
         return
     # As torch does on loading: the class itself knows what to add to states of its earlier versions.
@@ -232,7 +233,7 @@ def _check_same_kind(view: OptimizerView, options: Mapping[str, Any], names: Seq
         )
     missing = [name for name in needed if name not in group]
     if missing:
-        fqn = names[0] if names else None
+        fqn = next(iter(view.group_names[number]), None)
         raise CheckpointError(
             describe(
                 f"the saved state is of another optimizer class: {type(view.optimizer).__name__} needs "
