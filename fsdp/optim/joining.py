@@ -118,7 +118,7 @@ def _send_grads(zero: ZeroRedundancyOptimizer, params: list[torch.Tensor], sourc
     for device in dict.fromkeys(param.device for param in present):
         by_rank: list[list[torch.Tensor]] = [[] for _ in range(zero.world_size)]
         by_rank[source] = [grad for grad in received if grad.device == device]
-        zero.wire(device).hand_out(by_rank).wait()
+        zero.handing_out.wire(device).hand_out(by_rank).wait()
     if zero.is_shadowing:
         for param in params:
             param.grad = None

@@ -223,7 +223,9 @@ class _OverlappedStep:
             self._zero.step_part(params, grads)
             regions = self._zero.ownership.regions(params)
             # Tag 0 is that of ordinary steps.
-            self._handed_out.append(self._zero.hand_out(regions, tag=1 + arrived.bucket.index()))
+            self._handed_out.append(
+                self._zero.handing_out.start(regions, 1 + arrived.bucket.index())
+            )
 
     @contextlib.contextmanager
     def _stream_for(self, buffer: torch.Tensor) -> Iterator[None]:

@@ -67,7 +67,7 @@ def reduce_scatter_hook(
             f"ddp does not hold these parameters of the optimizer: {name_some(map(zero.name_of, strange))}."
         )
     if gather_in_forward:
-        zero.sync_with(_ForwardGather(ddp, zero).start)
+        zero.handing_out.start_by(_ForwardGather(ddp, zero).start)
     return _ReduceToOwners(zero).run
 
 
@@ -107,7 +107,9 @@ class _ReduceToOwners:
             devices=None if buffer.device.type == "cpu" else [buffer.device]
         )
         if self._zero.world_size > 1:
-            work = self._zero.wire(buffer.device).reduce(runs, tag=_TAG + bucket.index())
+            work = self._zero.handing_out.wire(buffer.device).reduce(
+                runs, tag=_TAG + bucket.index()
+            )
             self._launched.append(_Launched(buffer, runs, work, future))
             if self._zero.in_join:
                 grads = zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -189,9 +191,9 @@ class _ForwardGather:
         works = []
         for number, members in enumerate(portions):
             regions = zero.ownership.regions(members)
-            works.append(zero.hand_out(regions, tag=_GATHER_TAG + number))
+            works.append(zero.handing_out.start(regions, tag=_GATHER_TAG + number))
             self._works.update(dict.fromkeys(members, works[-1]))
-        zero.leave_in_flight(works)
+        zero.handing_out.leave_in_flight(works)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         for param in module.parameters(recurse=False):

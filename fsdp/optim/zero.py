@@ -1,15 +1,15 @@
 """``ZeroRedundancyOptimizer``: every rank keeps optimizer state for its share of the parameters only (ZeRO-1).
 
 A step is: the local optimizer updates what this rank owns, then owners hand their parameters out.  What is owned is
-decided by ``ownership``, how it travels by ``exchange``, how state becomes a state dict by ``zero_state``; here is
-the optimizer that users hold.
+decided by ``ownership``, how it is stepped by ``stepping``, when it travels by ``handing_out`` and how by
+``exchange``, how state becomes a state dict by ``zero_state``; here is the optimizer that users hold.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..comm.collectives import DONE, Pending, Work
 from ..errors import ConfigError, FsdpWarning, UsageError
 from . import zero_state
-from .exchange import Wire, host_wire, make_wire
+from .exchange import host_wire
+from .handing_out import HandingOut
 from .joining import Idle, ZeroJoinHook, share_grads, share_settings
 from .owned_norm import clip_owned
-from .ownership import Ownership, Regions
+from .ownership import Ownership
 from .params import (
     check_dense,
     check_group,
@@ -33,15 +33,13 @@ from .params import (
     materialize,
     name_parameters,
 )
-from .shared_group import SharedGroup, copy_settings
-from .stepping import and_then, lent_grads, narrowed
+from .shared_group import SharedGroup
+from .stepping import LocalSteps, copy_groups, lent_grads
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
 __all__ = ["ZeroRedundancyOptimizer"]
-
-_logger = logging.getLogger(__name__)
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -116,7 +114,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
         self._default_device: torch.device = self._all_params[0].device
-        self._wires: dict[torch.device, Wire] = {}
         self._ownership = Ownership(
             [group["params"] for group in self.param_groups],
             self.rank,
@@ -124,12 +121,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             by_element=partition == "element",
             as_views=parameters_as_bucket_view,
         )
-        self._active = self._trainable()
-        self._regions: Regions = []
-        self._find_regions()
+        self._handing_out = HandingOut(
+            self.process_group, self._ownership, warns_of_rebuilds=parameters_as_bucket_view
+        )
+        self._handing_out.plan(self._all_params)
         self._consolidated: dict[str, Any] | None = None
-        self._in_flight: Sequence[Work] = ()
-        self._start_sync: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._idle = Idle()
         self.is_shadowing = False  # set by the join hook while this rank has run out of inputs
         self.received_grads: Mapping[
@@ -144,6 +140,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ],
             **defaults,
         )
+        self._steps = LocalSteps(self.optim, self._ownership)
         self.defaults = dict(self.optim.defaults)
         self._link()
         self.initialized = True
@@ -212,56 +209,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _step_held(self, closure: Any, kwargs: dict[str, Any]) -> Any:
         """Step the local optimizer with the parameters' gradients."""
-        pieces = self._ownership.pieces(self._all_params)
-
-        def prepare() -> None:
-            share_grads(self, self._idle)
-            self._pull_settings()
-            for piece in pieces:
-                piece.lend_grad()
-
-        try:
-            if closure is None:
-                prepare()
-                loss = self.optim.step(**kwargs)
-            elif callable(closure):
-                loss = self.optim.step(closure=and_then(closure, prepare), **kwargs)
-            else:  # whatever it is, it is the local optimizer's business
-                prepare()
-                loss = self.optim.step(closure=closure, **kwargs)
-        finally:
-            for piece in pieces:
-                piece.release_grad()
-        self._push_settings()
-        return loss
+        before = partial(share_grads, self, self._idle)
+        return self._steps.whole(self.param_groups, before, closure, kwargs)
 
     def step_part(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Update what this rank owns of ``params`` with ``grads`` in place of their own gradients.
 
-        The settings of groups are those users see; what the local optimizer writes into them is shown by
-        :meth:`finish_parts`, so that all parts of one step begin with the same settings.
-
         Collective: none.
         """
-        pieces = self._ownership.pieces(params)
-        if not pieces:
-            return
-        chosen = {piece.tensor for piece in pieces}
-        self._pull_settings()
-        with lent_grads(params, grads), narrowed(self.optim, chosen):
-            for piece in pieces:
-                piece.lend_grad()
-            try:
-                self.optim.step()
-            finally:
-                for piece in pieces:
-                    piece.release_grad()
+        self._steps.part(self.param_groups, params, grads)
 
     def finish_parts(self) -> None:
         """End a step made of parts.  Collective: none."""
-        self._push_settings()
+        self._steps.finish_parts(self.param_groups)
         # Learning rate schedulers look at this to see that a step came before theirs.
         self._opt_called = True
 
@@ -271,61 +233,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank of the process group.
         """
-        self._update_active(self._trainable())
-        if self._start_sync is None:
-            self.hand_out(self._regions).wait()
-        else:
-            self._start_sync([param for param in self._all_params if param in self._active])
-
-    def sync_with(self, start: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Let ``start`` hand out parameters after a step, in place of waiting for them.  Collective: none."""
-        self._start_sync = start
-
-    def hand_out(self, regions: Regions, tag: int = 0) -> Work:
-        """Start to hand out the memory of some parameters (see ``Ownership.regions``).
-
-        Collective: every rank of the process group.
-        """
-        if self.world_size == 1:
-            return DONE
-        return Pending([self.wire(device).hand_out(by_rank, tag) for device, by_rank in regions])
-
-    def wire(self, device: torch.device) -> Wire:
-        """Communication for tensors on ``device``.  Collective: none."""
-        wire = self._wires.get(device)
-        if wire is None:
-            wire = self._wires[device] = make_wire(self.process_group, device)
-        return wire
-
-    def leave_in_flight(self, works: Sequence[Work]) -> None:
-        """Let parameters arrive later; the next step, save or load waits for them.  Collective: none."""
-        self._in_flight = works
+        self._handing_out.run(self._all_params)
 
     def wait_for_parameters(self) -> None:
         """Wait until parameters that were left in flight have arrived.  Collective: none."""
-        works, self._in_flight = self._in_flight, ()
-        for work in works:
-            work.wait()
-
-    def _trainable(self) -> frozenset[torch.Tensor]:
-        """Parameters that may have changed in a step: trainable ones, and frozen ones that still have a gradient."""
-        return frozenset(
-            param for param in self._all_params if param.requires_grad or param.grad is not None
-        )
-
-    def _update_active(self, active: frozenset[torch.Tensor]) -> None:
-        if active == self._active:
-            return
-        if self.parameters_as_bucket_view:
-            _logger.warning("The trainable parameters changed: rebuilding parameter buckets.")
-        self._active = active
-        self._find_regions()
-
-    def _find_regions(self) -> None:
-        everything = self._all_params
-        self._ownership.set_inactive(frozenset(everything) - self._active)
-        active = [param for param in everything if param in self._active]
-        self._regions = self._ownership.regions(active)
+        self._handing_out.wait()
 
     # Groups
 
@@ -355,8 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._ownership.add_group(added["params"])
         local = {**_settings(added), "params": self._ownership.local_groups()[-1]}
         self.optim.add_param_group(local)
-        self._active = self._trainable()
-        self._find_regions()
+        self._handing_out.plan(self._all_params)
         self._link()
 
     def _link(self) -> None:
@@ -367,21 +278,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ]
         self.state = self.optim.state
 
-    def _pull_settings(self) -> None:
-        """Settings as users see them, for the local optimizer; needed where they replaced a whole group."""
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)
-
-    def _push_settings(self) -> None:
-        """What the local optimizer wrote into its groups, for users to see."""
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
-
     @staticmethod
     def _sync_param_groups(
         src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: Sequence[dict[str, Any]]
     ) -> None:
         """Copy all settings, group by group.  Collective: none."""
-        for source, target in zip(src_param_groups, dst_param_groups, strict=True):
-            copy_settings(source, target)
+        copy_groups(src_param_groups, dst_param_groups)
 
     # State
 
@@ -543,6 +445,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def ownership(self) -> Ownership:
         """Who owns what.  Collective: none."""
         return self._ownership
+
+    @property
+    def handing_out(self) -> HandingOut:
+        """How parameters travel after a step.  Collective: none."""
+        return self._handing_out
 
     def all_parameters(self) -> list[torch.Tensor]:
         """All parameters in group order.  Collective: none."""
