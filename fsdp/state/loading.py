@@ -86,7 +86,8 @@ def problem_of(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
         )
     problems = _local_misfits(module, state_dict)
     for held in held_params(module, units_in(module)):
-        present = [name for name in (held.fqn, *held.aliases) if name in state_dict]
+        names = (held.fqn, *held.aliases)
+        present = [name for name in names if state_dict.get(name, RECEIVED) is not RECEIVED]
         wrong = [
             f"size mismatch for {name}: {problem}"
             for name in present

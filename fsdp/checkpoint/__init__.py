@@ -1,0 +1,10 @@
+"""Checkpoints: sharded files that any number of ranks can load, complete or absent, verified when read."""
+
+from __future__ import annotations
+
+from .folder import latest
+from .loading import Loaded, load
+from .saving import PendingSave, async_save, save
+from .storage import CheckpointReader
+
+__all__ = ["CheckpointReader", "Loaded", "PendingSave", "async_save", "latest", "load", "save"]

@@ -1,0 +1,99 @@
+"""Who takes part in a save or load, and how they agree."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.entry import gate_of
+from ..errors import CheckpointError
+from ..wrapper import FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = ["Ranks"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ranks:
+    """The ranks of one save or load; ``group`` is None where there is but this one.
+
+    Attributes:
+        group: Their process group.
+        rank: This rank in it.
+        size: How many they are.
+    """
+
+    group: ProcessGroup | None
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def of(model: nn.Module, group: ProcessGroup | None) -> Ranks:
+        """The ranks of ``group``; of the model's outermost unit if that has one axis; else all.  Collective: none."""
+        if group is None:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
+                axes = wrapper._arguments.axes  # noqa: SLF001 of this package
+                if axes.shard is None or axes.replicate is None:
+                    group = axes.whole
+                break
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        return Ranks(group, group.rank(), group.size()) if group is not None else Ranks(None)
+
+    def in_background(self) -> Ranks:
+        """The same ranks with a group of their own, for a thread.
+
+        Collective: every rank, the first time.
+        """
+        if self.group is None or self.size == 1:
+            return self
+        if self.group not in _BEHIND:
+            members = dist.get_process_group_ranks(self.group)
+            _BEHIND[self.group] = dist.new_group(
+                members, backend="gloo", use_local_synchronization=True
+            )
+        return Ranks(_BEHIND[self.group], self.rank, self.size)
+
+    def agree(self, call: str, problem: str) -> None:
+        """Raise on every rank if any has a ``problem``.
+
+        Collective: every rank, through the store.
+
+        Raises:
+            CheckpointError: Saying which ranks have which problem.
+        """
+        if self.group is not None:
+            problem = gate_of(self.group).agree(call, problem)
+        if problem:
+            raise CheckpointError(problem)
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns on the first rank.
+
+        Collective: every rank; one small broadcast.
+
+        Raises:
+            CheckpointError: If it raises that there.
+        """
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = make()
+            except CheckpointError as error:
+                box[1] = error
+        if self.group is not None and self.size > 1:
+            source = dist.get_global_rank(self.group, 0)
+            dist.broadcast_object_list(box, src=source, group=self.group)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+
+_BEHIND: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -1,0 +1,136 @@
+"""A checkpoint open for reading: any span of any tensor, and pickled values, verified."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..flat.layout import Slot, Span
+from .manifest import Chunk, Manifest, TensorEntry, dtype_named
+from .raw import DataFiles, memory_of
+
+__all__ = ["Source"]
+
+
+class Source(AbstractContextManager["Source"]):
+    """Reads one checkpoint; no process group, no more memory than what is asked for and one block.
+
+    Attributes:
+        folder: Where it is.
+        manifest: What it holds.
+        files: Its data files.
+
+    Raises:
+        CheckpointError: If the manifest is damaged or a file is missing or short; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self.files = DataFiles(folder)
+        self.files.check_lengths(self.manifest.files.items())
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.files.__exit__(*exc_info)
+
+    def entry(self, key: str) -> TensorEntry:
+        """What is known of the tensor ``key``."""
+        return self.manifest.tensors[key]
+
+    def meta(self, key: str) -> torch.Tensor:
+        """The tensor ``key`` without values."""
+        entry = self.entry(key)
+        return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
+
+    def whole(self, key: str) -> torch.Tensor:
+        """All of the tensor ``key``, on the CPU."""
+        entry = self.entry(key)
+        result = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        if _is_by_rows(entry):
+            self._read_flat(key, entry, Span(0, entry.numel), result.view(-1))
+            return result
+        for chunk in entry.chunks:
+            box = torch.empty(chunk.sizes, dtype=result.dtype)
+            self.files.read(chunk.stored, 0, memory_of(box), key)
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            result[place] = box
+        return result
+
+    def piece(self, key: str, slot: Slot, span: Span) -> torch.Tensor:
+        """Elements ``span`` of the tensor ``key``, counted in the memory order of ``slot``: ``[n]`` on the CPU.
+
+        Only the bytes wanted are read where both the slot and the chunks are in row-major order; the whole tensor
+        otherwise.
+        """
+        entry = self.entry(key)
+        if is_row_major(slot) and _is_by_rows(entry):
+            result = torch.empty(span.numel, dtype=dtype_named(entry.dtype))
+            self._read_flat(key, entry, span, result)
+            return result
+        whole = self.whole(key).reshape(slot.shape)
+        ordered = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype).copy_(whole)
+        return ordered.as_strided((span.numel,), (1,), span.start)
+
+    def value(self, key: str, *, weights_only: bool = True) -> Any:
+        """The pickled value ``key``.
+
+        Raises:
+            CheckpointError: If it is damaged, or holds what ``weights_only`` does not allow; names it.
+        """
+        stored = self.manifest.objects[key]
+        data = bytearray(stored.nbytes)
+        self.files.read(stored, 0, memoryview(data), key)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{key!r} in {self.folder} holds more than plain values and tensors ({error}). If you trust the "
+                "checkpoint, pass weights_only=False."
+            ) from error
+
+    def _read_flat(self, key: str, entry: TensorEntry, span: Span, out: torch.Tensor) -> None:
+        """Read elements ``span`` in row-major order from chunks of whole rows."""
+        memory, width = memory_of(out), out.element_size()
+        for chunk in entry.chunks:
+            held = _flat_span(entry, chunk)
+            part = held.clip(span)
+            if part.numel:
+                target = part.shift(-span.start)
+                self.files.read(
+                    chunk.stored,
+                    (part.start - held.start) * width,
+                    memory[target.start * width : target.stop * width],
+                    key,
+                )
+
+
+def is_row_major(slot: Slot) -> bool:
+    """Whether the elements of ``slot`` lie in row-major order.  Pure."""
+    step = 1
+    for size, stride in zip(reversed(slot.shape), reversed(slot.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _is_by_rows(entry: TensorEntry) -> bool:
+    """Whether every chunk is whole in all dimensions but the first."""
+    return all(chunk.sizes[1:] == entry.shape[1:] for chunk in entry.chunks)
+
+
+def _flat_span(entry: TensorEntry, chunk: Chunk) -> Span:
+    """The elements of a chunk of whole rows, in row-major order."""
+    if not entry.shape:
+        return Span(0, 1)
+    row = torch.Size(entry.shape[1:]).numel()
+    return Span(chunk.offsets[0] * row, (chunk.offsets[0] + chunk.sizes[0]) * row)
