@@ -303,7 +303,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if collected is not None:
             self._consolidated = collected
 
-    def state_dict(self, *, consolidate: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, *, consolidate: bool = False, to: int | None = None, keys: str = "index"
+    ) -> dict[str, Any]:
         """The state of all ranks in the format of one plain optimizer.
 
         It can be loaded at any world size, into a plain optimizer, and that optimizer's state dict into this one.
@@ -314,13 +316,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             consolidate: Collect the state now.  Otherwise what :meth:`consolidate_state_dict` last collected here is
                 returned, which may be older than the parameters.
             to: With ``consolidate``: the rank that gets it; the others get an empty dict.  All ranks if None.
+            keys: ``"index"``: parameters are keyed by their place, as plain optimizers do.  ``"name"``: by the name
+                each was given with, as ``FullyShardedDataParallel.optim_state_dict`` does.
 
         Returns:
-            ``"state"`` by parameter index, in order, and ``"param_groups"``; tensors are copies on the CPU.
+            ``"state"`` by parameter, in order, and ``"param_groups"``; tensors are copies on the CPU.
 
         Raises:
+            ConfigError: If ``keys`` is neither, or is ``"name"`` and parameters were given without names.
             UsageError: If ``consolidate`` is False and nothing was collected on this rank.
         """
+        if keys not in ("index", "name"):
+            raise ConfigError(f"keys={keys!r}: expected 'index' or 'name'.")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         if consolidate:
@@ -338,6 +345,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 },
                 "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
             }
+        if keys == "name" and result:
+            result = zero_state.keyed_by_name(result, self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -363,16 +372,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Collective: none, but every rank must load.
 
         Args:
-            state_dict: From :meth:`state_dict` at any world size, or from a plain optimizer.
+            state_dict: From :meth:`state_dict` at any world size, or from a plain optimizer.  Where it and this
+                optimizer have names for parameters, these decide which is which, else their order.
 
         Raises:
             ConfigError: If its groups do not fit this optimizer's.
+            CheckpointError: If its names or shapes do not.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         zero_state.check_fits(state_dict, self.param_groups)
+        state_dict = zero_state.in_own_order(state_dict, self.param_groups)
         self.wait_for_parameters()
         self.optim.load_state_dict(
             zero_state.local_state_dict(

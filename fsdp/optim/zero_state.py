@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, name_some
 from .exchange import Wire
 from .ownership import Ownership, Piece
 from .packed import is_dense, like_storage_of
@@ -27,7 +27,15 @@ from .packed import is_dense, like_storage_of
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["NOT_SHARED", "check_fits", "consolidate", "local_state_dict", "pack_groups"]
+__all__ = [
+    "NOT_SHARED",
+    "check_fits",
+    "consolidate",
+    "in_own_order",
+    "keyed_by_name",
+    "local_state_dict",
+    "pack_groups",
+]
 
 NOT_SHARED = frozenset(
     {"params", "param_names"}
@@ -213,6 +221,56 @@ def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         packed.append({**kept, "params": list(range(start, stop))})
         start = stop
     return packed
+
+
+def keyed_by_name(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A canonical state dict with the names of parameters in place of their indices.
+
+    Raises:
+        ConfigError: If a group was given without names.
+    """
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        if "param_names" not in group:
+            raise ConfigError(
+                f"keys='name': param_groups[{number}] has no names. Construct the optimizer with "
+                "(name, parameter) pairs, as model.named_parameters() yields them."
+            )
+        names += group["param_names"]
+    return {
+        "state": {names[index]: entries for index, entries in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[index] for index in group["params"]]}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def in_own_order(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A canonical state dict with the parameters of each group in the order of ``groups``.
+
+    Where both sides have names, these say which parameter is which; otherwise their order does.
+
+    Raises:
+        CheckpointError: If both have names and these differ.
+    """
+    ordered = []
+    for number, (ours, theirs) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        keys, names = theirs["params"], ours.get("param_names")
+        if names is not None and all(isinstance(key, str) for key in keys):
+            if set(keys) != set(names):
+                raise CheckpointError(
+                    f"param_groups[{number}]: the loaded state dict has other parameters than the optimizer: "
+                    f"only there {name_some(sorted(set(keys) - set(names)))}; "
+                    f"only here {name_some(sorted(set(names) - set(keys)))}."
+                )
+            keys = list(names)
+        ordered.append({**theirs, "params": keys})
+    return {"state": state_dict["state"], "param_groups": ordered}
 
 
 def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from fsdp.comm.collectives import DONE
 from fsdp.errors import ConfigError, ConfigTypeError, FsdpWarning
 from fsdp.optim import ZeroRedundancyOptimizer, hook_with_zero_step, reduce_scatter_hook
 from tests.support.ranks import run_ranks
-from tests.zero.support import make_model
+from tests.zero.support import assert_same_everywhere, make_model, state_numel
 
 SGD = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1)
 
@@ -341,3 +342,99 @@ def scaled(overflow_on, param_index):
 @pytest.mark.parametrize("param_index", [0, 1])
 def test_a_loss_scaler_skips_the_step_on_all_ranks_if_one_overflowed(overflow_on, param_index):
     assert [([False, True], 2.0)] * 2 == run_ranks(scaled, 2, overflow_on, param_index)
+
+
+def sixteen_bit(dtype, layout, options):
+    model, dense = make_model(dtype=dtype), make_model(dtype=dtype)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.1, **layout, **options
+    )
+    plain = torch.optim.AdamW(dense.parameters(), lr=0.1, **options)
+    for iteration in range(4):
+        for module, optimizer in ((model, zero), (dense, plain)):
+            optimizer.zero_grad()
+            module(torch.full((2, 5), 1.0 + iteration, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+        if iteration == 1:
+            zero.load_state_dict(zero.state_dict(consolidate=True))
+    for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    saved, expected = zero.state_dict(consolidate=True), plain.state_dict()
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "layout", [{}, {"parameters_as_bucket_view": True}, {"partition": "element"}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_training_in_sixteen_bits_is_bitwise_that_of_the_plain_optimizer(dtype, layout, options):
+    run_ranks(sixteen_bit, 2, dtype, layout, options)
+
+
+def capturable():
+    """Capturable optimizers step on accelerators only; what they need of loading shows on any device."""
+    model, dense = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain = torch.optim.Adam(dense.parameters(), lr=torch.tensor(0.1))
+    dense(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    saved = plain.state_dict()
+    saved["param_groups"][0]["capturable"] = True
+    zero = ZeroRedundancyOptimizer(
+        model.to("meta").parameters(), torch.optim.Adam, lr=torch.tensor(0.1), capturable=True
+    )
+    zero.load_state_dict(saved)
+    assert isinstance(zero.optim.param_groups[0]["lr"], torch.Tensor)
+    return [
+        (value.device.type, value.dtype)
+        for entries in zero.optim.state.values()
+        for value in entries.values()
+    ]
+
+
+def test_the_step_count_of_a_capturable_optimizer_is_loaded_to_its_parameters_device():
+    for loaded in run_ranks(capturable, 2):
+        assert [("meta", torch.float32)] * 3 == loaded  # one of two parameters a rank
+
+
+class Written:
+    """A wire that writes down what it was asked to move."""
+
+    def __init__(self):
+        self.handed_out = []
+
+    def hand_out(self, tensors_by_rank, tag=0):
+        self.handed_out.append([[t.device.type for t in tensors] for tensors in tensors_by_rank])
+        return DONE
+
+
+def two_devices(layout):
+    on_cpu, on_meta = nn.Linear(5, 7), nn.Linear(5, 7, device="meta")
+    params = [*on_cpu.parameters(), *on_meta.parameters()]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9, **layout)
+    wire = Written()
+    zero.handing_out._wires[torch.device("meta")] = wire  # no backend moves what has no memory
+    for param in params:
+        param.grad = torch.ones_like(param)
+    zero.step()
+    assert_same_everywhere(on_cpu.parameters())
+    (by_rank,) = wire.handed_out
+    assert {kind for kinds in by_rank for kind in kinds} == {"meta"}
+    for held in zero.optim.state.values():
+        assert held["momentum_buffer"].device.type in ("cpu", "meta")
+    return state_numel(zero), [len(packs) for packs in zero._buckets]
+
+
+@pytest.mark.parametrize(
+    ("layout", "numels", "packs"),
+    [
+        ({}, [42, 42], []),
+        ({"parameters_as_bucket_view": True}, [42, 42], [2, 2]),
+        ({"partition": "element"}, [42, 42], [1, 1]),
+    ],
+    ids=str,
+)
+def test_parameters_of_several_devices_are_packed_and_travel_apart(layout, numels, packs):
+    assert list(zip(numels, [packs] * 2, strict=True)) == run_ranks(two_devices, 2, layout)

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.optim import (
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
@@ -168,3 +169,43 @@ def disabled():
 
 def test_a_disabled_context_changes_nothing():
     run_ranks(disabled, 2)
+
+
+def beside_the_wrapper():
+    """A sharded model and, behind DDP, a second one with ZeRO, trained in one loop."""
+
+    def both():
+        sharded = FSDP(make_model(1), use_orig_params=True)
+        wrapped = DDP(make_model(2), **SMALL)
+        adam = torch.optim.AdamW(sharded.parameters(), lr=0.05)
+        zero = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=0.05)
+        return sharded, wrapped, adam, zero
+
+    def iterate(model, optimizer, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    sharded, wrapped, adam, zero = both()
+    with Join([sharded, wrapped, zero]):
+        for batch in batches():
+            iterate(sharded, adam, batch)
+            iterate(wrapped, zero, batch)
+    expected_sharded, expected_wrapped, expected_adam, expected_zero = both()
+    with Join([expected_sharded]):
+        for batch in batches():
+            iterate(expected_sharded, expected_adam, batch)
+    with Join([expected_wrapped, expected_zero]):
+        for batch in batches():
+            iterate(expected_wrapped, expected_zero, batch)
+    assert_same_everywhere(wrapped.parameters())
+    for ours, theirs in (
+        *zip(sharded.parameters(), expected_sharded.parameters(), strict=True),
+        *zip(wrapped.parameters(), expected_wrapped.parameters(), strict=True),
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_context_serves_the_wrapper_and_ddp_with_zero_together(world_size):
+    run_ranks(beside_the_wrapper, world_size)

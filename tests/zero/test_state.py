@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, ConfigError, UsageError
 from fsdp.optim import ZeroRedundancyOptimizer
 from tests.support.ranks import run_ranks
@@ -206,3 +207,66 @@ def hooks():
 
 def test_state_dict_hooks_run():
     run_ranks(hooks, 2)
+
+
+def named(layout):
+    def build(names):
+        model = make_model()
+        params = dict(model.named_parameters())
+        pairs = [(name, params[name]) for name in names(params)]
+        return model, ZeroRedundancyOptimizer(pairs, torch.optim.Adam, lr=0.1, **LAYOUTS[layout])
+
+    model, zero = build(list)
+    model(torch.ones(2, 5)).square().sum().backward()
+    zero.step()
+    saved = zero.state_dict(consolidate=True, keys="name")
+    assert list(saved["state"]) == [name for name, _ in model.named_parameters()]
+    assert saved["param_groups"][0]["params"] == list(saved["state"])
+
+    backwards = build(lambda params: list(reversed(params)))[1]
+    backwards.load_state_dict(saved)
+    loaded = backwards.state_dict(consolidate=True, keys="name")
+    assert list(loaded["state"]) == list(reversed(saved["state"]))
+    torch.testing.assert_close(dict(loaded["state"]), dict(saved["state"]), rtol=0, atol=0)
+
+    by_place = ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.Adam, lr=0.1)
+    by_place.load_state_dict(saved)  # no names here: the order decides
+    torch.testing.assert_close(
+        list(by_place.state_dict(consolidate=True)["state"].values()),
+        list(saved["state"].values()),
+        rtol=0,
+        atol=0,
+    )
+    with pytest.raises(ConfigError, match="named_parameters"):
+        by_place.state_dict(consolidate=True, keys="name")
+    with pytest.raises(ConfigError, match="'index' or 'name'"):
+        by_place.state_dict(keys="fqn")
+    saved["param_groups"][0]["params"][0] = "other"
+    with pytest.raises(CheckpointError, match=r"only there 'other'; only here '0.weight'"):
+        zero.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keyed_by_name_the_order_of_parameters_does_not_matter(layout):
+    run_ranks(named, 2, layout)
+
+
+def exchanged_with_fsdp():
+    wrapped = FSDP(make_model(), use_orig_params=True)
+    adam = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 5)).square().sum().backward()
+    adam.step()
+    sharded = FSDP.optim_state_dict(wrapped, adam)
+
+    model = make_model()
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.9)
+    zero.load_state_dict(sharded)
+    ours = zero.state_dict(consolidate=True, keys="name")
+    torch.testing.assert_close(ours["state"], sharded["state"], rtol=0, atol=0)
+    adam.load_state_dict(FSDP.optim_state_dict_to_load(wrapped, adam, ours))
+    again = FSDP.optim_state_dict(wrapped, adam)
+    torch.testing.assert_close(again["state"], sharded["state"], rtol=0, atol=0)
+
+
+def test_optimizer_state_moves_between_the_wrapper_and_ddp_with_zero_by_name():
+    run_ranks(exchanged_with_fsdp, 2)
