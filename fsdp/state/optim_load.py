@@ -95,18 +95,20 @@ def plan_load(held: Sequence[Held], view: OptimizerView, saved: SavedState) -> L
     for item in held:
         if item.handle is not None and item.fqn not in view.wholes:
             for name, value in saved.state.get(item.fqn, {}).items():
-                is_elementwise(item, name, value)  # on every rank, also where it keeps nothing
+                is_elementwise(
+                    item, name, value, saved.counters
+                )  # on every rank, also where it keeps nothing
     entries = []
     for key in view.keys:
-        values = _values_for(key, saved.state)
+        values = _values_for(key, saved)
         if values:
             entries.append((key, values))
     return LoadPlan(entries, groups_to_load(view, saved))
 
 
-def _values_for(key: LocalKey, state: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+def _values_for(key: LocalKey, saved: SavedState) -> Mapping[str, Any]:
     """The values one key of the optimizer takes; none where it has no state, or nothing of the parameter is here."""
-    present = [(item, state[item.fqn]) for item in key.items if item.fqn in state]
+    present = [(item, saved.state[item.fqn]) for item in key.items if item.fqn in saved.state]
     if not present or (key.form is Form.PIECE and not key.items[0].is_kept_here):
         return {}
     if key.form is Form.WHOLE:
@@ -118,7 +120,7 @@ def _values_for(key: LocalKey, state: Mapping[str, Mapping[str, Any]]) -> Mappin
     values: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, found in present for name in found):
         given = [(item, found[name]) for item, found in present if name in found]
-        if all(is_elementwise(item, name, value) for item, value in given):
+        if all(is_elementwise(item, name, value, saved.counters) for item, value in given):
             values[name] = _Tensors(name, given)
         else:
             values[name] = _only_value(name, given)

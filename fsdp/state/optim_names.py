@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,12 @@ class SavedState:
     Attributes:
         state: The state of each parameter that has some.
         groups: The parameter groups, with names.
+        counters: Names of values that are one number a parameter, whatever its shape (``step``, say).
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
+    counters: frozenset[str]
 
 
 def in_canonical_names(
@@ -69,7 +71,7 @@ def in_canonical_names(
         for group in saved["param_groups"]
     ]
     _check_complete(held, view, groups)
-    return SavedState(state, groups)
+    return SavedState(state, groups, _counters(held, state))
 
 
 def _names_of_keys(
@@ -147,10 +149,23 @@ def _check_complete(
         )
 
 
-def is_elementwise(item: Held, name: str, value: Any) -> bool:
+def _counters(held: Sequence[Held], state: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Which values are one number for parameters of several elements, and so for those without dimensions too."""
+    found = {"step"}
+    for item in held:
+        if item.shape:
+            found.update(
+                name
+                for name, value in state.get(item.fqn, {}).items()
+                if not (isinstance(value, torch.Tensor) and value.dim())
+            )
+    return frozenset(found)
+
+
+def is_elementwise(item: Held, name: str, value: Any, counters: Collection[str]) -> bool:
     """Whether a saved value has one element for each of the parameter's, so that it is cut as the parameter is.
 
-    A value without dimensions of a parameter without dimensions is, unless it is called ``step``.
+    A tensor without dimensions of a parameter without dimensions is, unless it is one of ``counters``.
 
     Raises:
         CheckpointError: If it is a tensor of another shape, of more than one element.
@@ -158,7 +173,7 @@ def is_elementwise(item: Held, name: str, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     if tuple(value.shape) == item.shape:
-        return bool(value.dim()) or name != "step"
+        return bool(value.dim()) or name not in counters
     if value.numel() == 1:
         return False
     raise CheckpointError(

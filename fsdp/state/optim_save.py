@@ -282,7 +282,9 @@ class _LocalValues:
 
     def shard(self, handle: FlatParamHandle, name: str, members: Sequence[_Member]) -> torch.Tensor:
         """``[shard_numel]`` of the state ``name`` of a whole handle; zeros where a parameter has none."""
-        present = [member for member in members if name in member.description.values]
+        present = [
+            member for member in members if isinstance(member.description.values.get(name), _Tensor)
+        ]
         dtype = present[0].description.values[name].dtype
         key = self._keys.get(present[0].item)
         if key is not None and key.form is Form.FLAT and key.name in self._view.state:
@@ -320,7 +322,14 @@ def _of_unit(
     delivery: Delivery,
 ) -> dict[str, dict[str, Any]]:
     """The state of one unit's parameters on this rank: whole, or its rows."""
-    state = {member.item.fqn: dict(member.description.values) for member in members}
+    # Copied for each: parameters of one flat parameter share a description, and may not share its `step`.
+    state = {
+        member.item.fqn: {
+            name: value if isinstance(value, _Tensor) else copy_of(value)
+            for name, value in member.description.values.items()
+        }
+        for member in members
+    }
     pieces = [member for member in members if member.owner is None]
     rows = delivery.row_groups is not None and unit.shard.size > 1
     wanted = _wanted(pieces)
@@ -377,7 +386,8 @@ def _store(
     to_cpu: bool,
 ) -> None:
     for member in members:
-        if member.item.handle is handle and name in member.description.values:
+        value = member.description.values.get(name)
+        if member.item.handle is handle and isinstance(value, _Tensor):
             state[member.item.fqn][name] = _copied(values[member.item.index], to_cpu=to_cpu)
 
 

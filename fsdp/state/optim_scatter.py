@@ -102,11 +102,11 @@ def _outline(held: Sequence[Held], named: SavedState) -> SavedState:
         item = items[fqn]
         state[fqn] = {
             name: torch.empty_like(value, device="meta")
-            if item.handle is not None and is_elementwise(item, name, value)
+            if item.handle is not None and is_elementwise(item, name, value, named.counters)
             else copy_of(value)
             for name, value in values.items()
         }
-    return SavedState(state, named.groups)
+    return SavedState(state, named.groups, named.counters)
 
 
 def _first_ones(

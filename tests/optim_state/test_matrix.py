@@ -1,0 +1,69 @@
+"""Save in any world, wrapping, exposure and strategy; go on in any other: equal to never having stopped.
+
+Oracles: the dense model in one process, uninterrupted; and, where both worlds are the same, the uninterrupted wrapped
+run, bit by bit.  Sampled by hypothesis, always the same samples.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.optim_state.worlds import OPTIMIZERS, Form, assert_close, assert_equal, dense, wrapped
+from tests.support.ranks import run_ranks
+
+WORLDS = {"FULL_SHARD": (1, 2, 3), "SHARD_GRAD_OP": (2,), "NO_SHARD": (2,), "HYBRID_SHARD": (4,)}
+
+
+@st.composite
+def forms(draw):
+    strategy = draw(st.sampled_from(["FULL_SHARD", "FULL_SHARD", "FULL_SHARD", *WORLDS]))
+    return Form(
+        draw(st.sampled_from(WORLDS[strategy])),
+        draw(st.booleans()),
+        draw(st.sampled_from(["layers", "root", "every"])),
+        strategy,
+        draw(st.booleans()),
+    )
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@example(Form(3, use_orig_params=True), Form(2), "adam-amsgrad")
+@example(Form(4, True, strategy="HYBRID_SHARD"), Form(3, wrapping="every"), "momentum")
+@example(Form(2), Form(4, True, strategy="HYBRID_SHARD"), "adamw-fused")
+@given(forms(), forms(), st.sampled_from(list(OPTIMIZERS)))
+def test_resuming_in_any_other_form_equals_never_stopping(first, second, name):
+    states = run_ranks(wrapped, first.world_size, first, name, 2)[0]
+    resumed, _ = run_ranks(wrapped, second.world_size, second, name, 2, 2, states)[0]
+    assert_close(dense(name, 4)[0], resumed)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resuming_in_the_same_form_is_bitwise_never_stopping(name, use_orig_params):
+    form = Form(2, use_orig_params)
+    states = run_ranks(wrapped, 2, form, name, 2)[0]
+    resumed = run_ranks(wrapped, 2, form, name, 2, 2, states)
+    assert_equal(run_ranks(wrapped, 2, form, name, 4), resumed)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_units_inside_a_plain_module_resume(use_orig_params):
+    form = Form(2, use_orig_params, beside=True)
+    states = run_ranks(wrapped, 2, form, "adam-amsgrad", 2)[0]
+    resumed, _ = run_ranks(wrapped, 3, Form(3, not use_orig_params), "adam-amsgrad", 2, 2, states)[
+        0
+    ]
+    assert_close(dense("adam-amsgrad", 4)[0], resumed)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("name", ["adam-amsgrad", "momentum", "smooth"])
+def test_a_plain_state_dict_loads_and_the_saved_one_loads_into_a_plain_optimizer(
+    name, use_orig_params
+):
+    form = Form(3, use_orig_params)
+    wrapped_states = run_ranks(wrapped, 3, form, name, 2, 1, dense(name, 1))[0]
+    # torch's load_state_dict goes by position: the saved names are in the order of model.parameters().
+    assert_close(dense(name, 5)[0], dense(name, 2, 3, wrapped_states)[0])
