@@ -5,7 +5,7 @@ Nothing outside this file may reach for an underscore name of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -274,6 +274,14 @@ def remove_hooks_of(module: nn.Module, owner: object) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How many in-place writes ``tensor`` has seen.  Why: a user's ``zero_grad`` shows by it."""
     return tensor._version
+
+
+def sum_of_versions(tensors: Iterable[torch.Tensor]) -> int:
+    """Changes whenever any of ``tensors`` is written in place.
+
+    Why: as :func:`version_of`, for many tensors at a time.
+    """
+    return sum([tensor._version for tensor in tensors])
 
 
 def found_inf_of(

@@ -248,11 +248,11 @@ class FlatParamHandle:
         return self._version is not None and self._version != self._current_version()
 
     def _current_version(self) -> int:
-        return sum(_torch.version_of(param) for param in self.exposed)
+        return _torch.sum_of_versions(self.exposed)
 
     def keep_leaf_edits(self) -> None:
         """If module code wrote into its parameters in place, write this rank's slice back to the shard."""
-        versions = sum(_torch.version_of(leaf) for leaf in self.unsharded.leaves)
+        versions = _torch.sum_of_versions(self.unsharded.leaves)
         if versions != self._leaf_versions:
             self._leaf_versions = versions
             with torch.no_grad():
@@ -402,7 +402,7 @@ class FlatParamHandle:
         if self.orig_mode:
             hidden = [managed.param for managed in self.params]
         self._version = None
-        self._leaf_versions = sum(_torch.version_of(leaf) for leaf in self.unsharded.leaves)
+        self._leaf_versions = _torch.sum_of_versions(self.unsharded.leaves)
         per_site = [index for index, managed in enumerate(self.params) for _ in managed.sites]
         self._leaf_writes = self._exposure.prepare(self.unsharded.leaves[i] for i in per_site)
         self._sharded_writes = self._exposure.prepare(hidden[i] for i in per_site)

@@ -106,30 +106,41 @@ def collect(handle: FlatParamHandle, buffer: GradBuffer, *, add: bool) -> list[b
     Returns:
         For each parameter whether its leaf had a gradient; slots without one are zeroed (or left, with ``add``).
     """
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    used: list[bool] = []
-    for leaf, view in zip(handle.unsharded.leaves, buffer.views, strict=True):
-        grad = leaf.grad
-        used.append(grad is not None)
-        if grad is not None:
-            if grad.requires_grad:
-                raise UsageError(
-                    describe(
-                        "backward ran with create_graph=True: gradients of sharded parameters can not be "
-                        "differentiated again",
-                        fqn=handle.fqns[len(used) - 1],
-                        remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
-                    )
-                )
-            targets.append(view)
-            sources.append(grad.to_dense() if grad.layout is not torch.strided else grad)
-            leaf.grad = None
-        elif not add:
-            view.zero_()
+    leaves = handle.unsharded.leaves
+    grads = [leaf.grad for leaf in leaves]
+    used = [grad is not None for grad in grads]
+    targets = [view for view, is_used in zip(buffer.views, used, strict=True) if is_used]
+    sources = [
+        grad if grad.layout is torch.strided else grad.to_dense()
+        for grad in grads
+        if grad is not None
+    ]
+    if True in [source.requires_grad for source in sources]:
+        raise _differentiable(handle, grads)
+    for leaf in leaves:
+        leaf.grad = None
+    if not add and len(targets) < len(leaves):
+        for view, is_used in zip(buffer.views, used, strict=True):
+            if not is_used:
+                view.zero_()
     if targets:
         (_torch.foreach_add if add else _torch.foreach_copy)(targets, sources)
     return used
+
+
+def _differentiable(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> UsageError:
+    names = [
+        fqn
+        for fqn, grad in zip(handle.fqns, grads, strict=True)
+        if grad is not None and grad.requires_grad
+    ]
+    return UsageError(
+        describe(
+            "backward ran with create_graph=True: gradients of sharded parameters can not be differentiated again",
+            fqn=names[0],
+            remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
+        )
+    )
 
 
 def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) -> None:
@@ -162,28 +173,28 @@ class Reduction:
     """The gradients of one unit, from its leaves to its shards, started when the last of them has arrived."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+        self.unit = unit
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._reduced_over_shards = False
         self._work = unit.root.streams.run_reduce(self._launch, self._finish)
 
     def wait(self) -> None:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
-        with self._unit.reducing:
+        with self.unit.reducing:
             self._work.wait()
         self._work = (
             DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
         )
-        pool = self._unit.root.pool
+        pool = self.unit.root.pool
         for part in self._parts:
             if part.pooled:
                 pool.give_back(part.buffer)
         self._parts = []
-        if self._unit.on_gradients is not None:
-            self._unit.on_gradients()
+        if self.unit.on_gradients is not None:
+            self.unit.on_gradients()
 
     def _collect(self, handle: FlatParamHandle) -> Part:
-        unit = self._unit
+        unit = self.unit
         dtype = unit.reduce_dtype(handle)
         earlier = unit.take_accumulated(handle)
         # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
@@ -207,7 +218,7 @@ class Reduction:
         return Part(handle, buffer, used, out, pooled)
 
     def _launch(self) -> Work:
-        unit = self._unit
+        unit = self.unit
         if unit.comm_hook is not None:
             for part in self._parts:
                 unit.run_comm_hook(part.buffer.flat, part.out)
@@ -220,7 +231,7 @@ class Reduction:
         return unit.replicate.all_reduce([part.out for part in self._parts])
 
     def _finish(self) -> None:
-        unit = self._unit
+        unit = self.unit
         if self._reduced_over_shards:
             unit.replicate.all_reduce([part.out for part in self._parts]).wait()
         for part in self._parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol
 
@@ -26,6 +26,9 @@ from .usage import Usage, agree
 __all__ = ["Root"]
 
 _REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}  # by whether the host runs the computation itself
+_SMALL_BYTES = (
+    4 << 20
+)  # what units may take together beyond the one that is always gathered or reduced ahead
 
 
 class Announcer(Protocol):
@@ -79,8 +82,10 @@ class Root:
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
         self._in_flight: deque[Reduction] = deque()
+        self._in_flight_bytes = 0
         self._abandoned: list[Reduction] = []
         self._backward_frame: FrameType | None = None
+        self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
@@ -193,18 +198,34 @@ class Root:
         An accelerator's host runs ahead and does so by itself, unless it is slow; the CPU never does.
         """
         if unit.config.forward_prefetch or self.streams.host_synchronous:
-            following = self.order.after(unit.index)
-            if following is not None:
-                ahead = self.units[following]
-                if ahead.residency is Residency.SHARDED and not ahead.summoned:
-                    ahead.follow_user_changes()
-                    ahead.start_unshard()
+            for ahead in self._burst(unit, self.order.after):
+                ahead.follow_user_changes()
+                ahead.start_unshard()
+
+    def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> Iterator[Unit]:
+        """The units to gather ahead of ``unit``: the next one, and those after it while together they are small.
+
+        Nothing while the next one is under way: one burst follows the other, so small units meet the other ranks
+        once a burst and not once a unit.
+        """
+        ahead_bytes = 0
+        index = following(unit.index)
+        while index is not None:
+            ahead = self.units[index]
+            ahead_bytes += ahead.unsharded_bytes
+            if ahead.residency is not Residency.SHARDED or ahead.summoned:
+                return
+            if ahead_bytes > _SMALL_BYTES and ahead_bytes > ahead.unsharded_bytes:
+                return
+            yield ahead
+            index = following(index)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """The first unit of a backward is reached."""
         self.backward_running = True
+        self._backward_done.clear()
         self._backward_frame = _engine_frame()
         _torch.queue_end_of_backward(self.end_backward)
         if self.uneven is not None:
@@ -225,12 +246,14 @@ class Root:
     def prefetch_backward(self, unit: Unit, moment: BackwardPrefetch) -> None:
         """Start gathering what finished its forward before ``unit``, if this is the configured moment."""
         if unit.config.backward_prefetch is moment:
-            preceding = self.order.before(unit.index)
-            if preceding is not None:
-                self.units[preceding].start_unshard()
+            for ahead in self._burst(unit, self.order.before):
+                if ahead.index in self._backward_done:
+                    return
+                ahead.start_unshard()
 
     def reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` have arrived: reduce them, now or when their turn comes."""
+        self._backward_done.add(unit.index)
         if self.lockstep.on:
             self.lockstep.reduce(unit, self._start_reduction)
         else:
@@ -239,9 +262,18 @@ class Root:
     def _start_reduction(self, unit: Unit) -> None:
         """Reduce ``unit``'s gradients; wait for the oldest reduction first if too many are in flight."""
         limit = _REDUCTIONS_IN_FLIGHT[self.streams.host_synchronous]
-        while len(self._in_flight) >= limit:
-            self._in_flight.popleft().wait()
+        while (
+            len(self._in_flight) >= limit
+            and self._in_flight_bytes + unit.unsharded_bytes > _SMALL_BYTES
+        ):
+            self._wait_for_oldest()
+        self._in_flight_bytes += unit.unsharded_bytes
         self._in_flight.append(Reduction(unit))
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        self._in_flight_bytes -= oldest.unit.unsharded_bytes
+        oldest.wait()
 
     def end_backward(self) -> None:
         """Every gradient of a backward has arrived: reduce what is left, publish, free.
@@ -299,7 +331,7 @@ class Root:
 
     def _wait_for_reductions(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            self._wait_for_oldest()
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
@@ -322,6 +354,7 @@ class Root:
         # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
         self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
+        self._in_flight_bytes = 0
         self.pool = BufferPool()
         self.backward_running = False
         for unit in self.units:

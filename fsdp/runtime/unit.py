@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Residency", "Unit", "UnitConfig"]
 
 
+_ATTRIBUTES_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
 @dataclass(frozen=True, slots=True)
 class UnitConfig:
     """What a unit was asked to be; one object for all units that share it.
@@ -88,6 +91,7 @@ class Unit:
         root: The runtime this unit belongs to; set by :class:`Root`.
         index: Place in ``root.units``.
         residency: What is in memory.
+        unsharded_bytes: Size of the gathered parameters.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
@@ -130,6 +134,7 @@ class Unit:
         self._work: Work | None = None
         self._accumulated: dict[FlatParamHandle, Accumulated] = {}
         self._leaf_hooks: list[Any] = []
+        self._find_attributes()
         self._prepare()
         remember_left_behind(
             (managed.param, managed.fqn)
@@ -278,6 +283,11 @@ class Unit:
     def _prepare(self) -> None:
         """Everything that stays the same from step to step."""
         self._gathered = [handle for handle in self.handles if not handle.aliased]
+        self._may_overflow = any(
+            self.reduce_dtype(handle) is torch.float16 for handle in self.handles
+        )
+        flats = [handle.unsharded.flat for handle in self._gathered]
+        self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
         self._gathers = [
             Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
         ]
@@ -296,7 +306,9 @@ class Unit:
         def arrived(_: torch.Tensor) -> None:
             unit = me()
             if unit is not None:
-                unit.count_gradient()
+                unit._missing -= 1  # noqa: SLF001 its own, without the price of a call
+                if not unit._missing:  # noqa: SLF001
+                    unit._all_arrived()  # noqa: SLF001
 
         self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected = len(leaves)
@@ -394,12 +406,27 @@ class Unit:
 
     def _kept_on_modules(self) -> list[torch.Tensor]:
         """Tensors that the forward left on the unit's modules (an auxiliary loss, say): a backward may start there."""
+        tables = self._module_tables
+        if sum(map(len, tables)) != self._module_table_sizes:
+            self._find_attributes()
         return [
             value
-            for module in self.modules
-            for value in vars(module).values()
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None
+            for table, name in self._attributes
+            if isinstance(value := table.get(name), torch.Tensor) and value.grad_fn is not None
         ]
+
+    def _find_attributes(self) -> None:
+        """Where the unit's modules keep attributes of their own, which a forward might set to tensors."""
+        sites = [site for handle in self.handles for param in handle.params for site in param.sites]
+        shown = {(site.module, site.name) for site in sites}
+        self._attributes = [
+            (vars(module), name)
+            for module in self.modules
+            for name in vars(module)
+            if name not in _ATTRIBUTES_OF_ALL_MODULES and (module, name) not in shown
+        ]
+        self._module_tables = [vars(module) for module in self.modules]
+        self._module_table_sizes = sum(map(len, self._module_tables))
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Free a unit without trainable parameters once the gradients of its inputs are computed.
@@ -462,12 +489,11 @@ class Unit:
         self._show_leaves()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
 
-    def count_gradient(self) -> None:
-        """One more leaf has its gradient."""
-        self._missing -= 1
+    def _all_arrived(self) -> None:
+        """Every leaf has its gradient."""
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
         # leaf; the unit is then finished at the end.
-        if self._missing == 0 and self._backward_task in (None, _torch.backward_task()):
+        if self._backward_task in (None, _torch.backward_task()):
             self.finish_backward()
 
     @property
@@ -506,9 +532,7 @@ class Unit:
     @property
     def predivide(self) -> float:
         """What gradients are divided by before they are summed: not 1 only where the sum could overflow (fp16)."""
-        if self.comm_hook is not None or not any(
-            self.reduce_dtype(handle) is torch.float16 for handle in self.handles
-        ):
+        if self.comm_hook is not None or not self._may_overflow:
             return 1.0
         factor = 1
         while self.world_size % factor == 0 and self.world_size / factor > factor:

@@ -18,6 +18,7 @@ from fsdp.errors import (
     TrainingStateError,
     UsageError,
 )
+from fsdp.runtime import root
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
@@ -331,7 +332,9 @@ def mixed():
         assert seen == {"x": torch.bfloat16, "out": torch.bfloat16}
         assert x.grad is not None
         assert x.grad.dtype == torch.float32
-        assert all(p.grad.dtype == torch.float32 == p.dtype for p in model.parameters())
+        assert all(
+            p.grad.dtype == torch.float32 == p.dtype for p in model.parameters() if p.numel()
+        )
         assert all(v.dtype == torch.float32 for v in model.state_dict().values())
         kept = wrap(
             build(),
@@ -341,7 +344,7 @@ def mixed():
             use_orig_params=use_orig_params,
         )
         kept(x).sum().backward()
-        assert all(p.grad.dtype == torch.bfloat16 for p in kept.parameters())
+        assert all(p.grad.dtype == torch.bfloat16 for p in kept.parameters() if p.numel())
 
 
 def test_mixed_precision_casts_computation_and_keeps_shards_and_states():
@@ -429,7 +432,8 @@ def test_parameters_gathered_without_grad_are_never_used_again():
     run_ranks(stale, 2)
 
 
-def gathers():
+def gathers(small_bytes):
+    root._SMALL_BYTES = small_bytes
     model = wrap(build())
     counts = []
     events = record(model)
@@ -441,7 +445,7 @@ def gathers():
 
 
 def test_each_unit_is_gathered_twice_and_reduced_once_and_prefetch_goes_before_the_reduce():
-    last = run_ranks(gathers, 2)[0][-1]
+    last = run_ranks(gathers, 2, 0)[0][-1]
     assert last[:4] == [("all_gather", unit) for unit in ("", "blocks.0", "blocks.1", "blocks.2")]
     assert last[4:] == [
         ("all_gather", "blocks.2"),
@@ -452,6 +456,13 @@ def test_each_unit_is_gathered_twice_and_reduced_once_and_prefetch_goes_before_t
         ("reduce_scatter", "blocks.0"),
         ("reduce_scatter", ""),
     ]
+
+
+def test_small_units_are_gathered_ahead_together_in_the_same_order():
+    large, small = (run_ranks(gathers, 2, size)[0][-1] for size in (0, 1 << 20))
+    assert small[:4] == large[:4]
+    assert small[4:7] == [("all_gather", f"blocks.{index}") for index in (2, 1, 0)]
+    assert sorted(small) == sorted(large)
 
 
 def behind_the_back():

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import ShardingStrategy
 from fsdp.errors import ConfigError
+from fsdp.runtime import root
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scripts import (
     Block,
@@ -280,7 +281,8 @@ class Halves(nn.Module):
         return self.sometimes(x) if both else x
 
 
-def partly(exposure, allow_unused):
+def partly(exposure, allow_unused, small_bytes=0):
+    root._SMALL_BYTES = small_bytes
 
     os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
     rank = dist.get_rank()
@@ -299,6 +301,7 @@ def partly(exposure, allow_unused):
 @pytest.mark.parametrize("exposure", [False, True])
 def test_parameters_of_a_unit_that_some_ranks_use_are_right_or_an_error(exposure):
     run_ranks(partly, 2, exposure, "any_rank")
+    run_ranks(partly, 2, exposure, None, small_bytes=1 << 20)  # no reduction waits for another
     for outcome in run_ranks_outcomes(partly, 2, exposure, None):
         assert outcome.error_type == "ShardMismatchError", outcome
         assert "blocks.3" in outcome.message
