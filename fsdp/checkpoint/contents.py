@@ -213,7 +213,7 @@ def _part(key: str, value: torch.Tensor, staging: Staging) -> Part:
 # -- extra -------------------------------------------------------------------------------------------------------------
 
 
-def _checked(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _checked(extra: object) -> Mapping[str, Any]:
     if extra is None:
         return {}
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):

@@ -97,6 +97,7 @@ def load(
     state: dict[str, Any] = {}
     extras: dict[str, Any] = {}
     optimizer_state: dict[str, Any] | None = None
+    generators: Any = None
     problem, source, names, plan = "", None, _Names([], []), _OptimizerPlan(None, {})
     try:
         source = Source(folder)
@@ -110,6 +111,7 @@ def load(
         try:
             optimizer_state = plan.read()
             extras = _values(source, "extra/", weights_only=weights_only)
+            generators = _random_state(source, ranks.rank)
             state = _read_model(source, model)
         except CheckpointError as error:
             problem = str(error)
@@ -120,9 +122,9 @@ def load(
         for name, target in (extra or {}).items():
             if name in extras and callable(getattr(target, "load_state_dict", None)):
                 target.load_state_dict(extras[name])
-        restored = random_state and f"rng/{ranks.rank}" in source.manifest.objects
+        restored = random_state and generators is not None
         if restored:
-            set_random_state(source.value(f"rng/{ranks.rank}"))
+            set_random_state(generators)
     size = source.manifest.world_size
     return Loaded(folder, size, extras, names.missing, names.unexpected, restored)
 
@@ -160,16 +162,14 @@ def _check_names(source: Source, model: nn.Module, *, strict: bool) -> _Names:
                 wrong.append(f"{name!r} is {found} in the checkpoint and {shape} in the model")
     known = set(keys_in_order(model))
     unexpected = [name for name in _saved_names(source) if name not in known]
+    remedy = "" if wrong else " Pass strict=False to load the rest."
+    if strict and missing:
+        wrong.append(f"{len(missing)} names are missing in the checkpoint ({name_some(missing)})")
+    if strict and unexpected:
+        wrong.append(f"{len(unexpected)} names are unexpected ({name_some(unexpected)})")
     if wrong:
-        raise CheckpointError(f"{source.folder} does not fit the model: {'; '.join(wrong)}.")
-    if strict and (missing or unexpected):
-        parts = [
-            f"{len(names)} {kind} ({name_some(names)})"
-            for kind, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
         raise CheckpointError(
-            f"{source.folder} has other names than the model: {', '.join(parts)}. Pass strict=False to load the rest."
+            f"{source.folder} does not fit the model: {'; '.join(wrong)}.{remedy}"
         )
     return _Names(missing, unexpected)
 
@@ -192,7 +192,7 @@ def _wanted(model: nn.Module) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]
 def _read_model(source: Source, model: nn.Module) -> dict[str, Any]:
     """Read this rank's pieces into its shards; the values of what no unit manages are returned."""
     state: dict[str, Any] = {}
-    done = set()
+    done: set[str] = set()
     for held in held_params(model, units_in(model)):
         if held.handle is None:
             continue
@@ -304,6 +304,15 @@ class _Parts(Mapping[Any, torch.Tensor]):
 
 
 # -- extra -------------------------------------------------------------------------------------------------------------
+
+
+def _random_state(source: Source, rank: int) -> Any:
+    """What this rank's generators were, if so many ranks saved; the first rank verifies those of the others."""
+    if rank == 0:
+        for key in source.manifest.objects:
+            source.verified_bytes(key)
+    key = f"rng/{rank}"
+    return source.value(key) if key in source.manifest.objects else None
 
 
 def _values(source: Source, prefix: str, *, weights_only: bool) -> dict[str, Any]:

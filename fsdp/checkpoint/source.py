@@ -86,9 +86,7 @@ class Source(AbstractContextManager["Source"]):
         Raises:
             CheckpointError: If it is damaged, or holds what ``weights_only`` does not allow; names it.
         """
-        stored = self.manifest.objects[key]
-        data = bytearray(stored.nbytes)
-        self.files.read(stored, 0, memoryview(data), key)
+        data = self.verified_bytes(key)
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except pickle.UnpicklingError as error:
@@ -96,6 +94,17 @@ class Source(AbstractContextManager["Source"]):
                 f"{key!r} in {self.folder} holds more than plain values and tensors ({error}). If you trust the "
                 "checkpoint, pass weights_only=False."
             ) from error
+
+    def verified_bytes(self, key: str) -> bytearray:
+        """The pickled value ``key`` as it is stored.
+
+        Raises:
+            CheckpointError: If it is damaged; names the file.
+        """
+        stored = self.manifest.objects[key]
+        data = bytearray(stored.nbytes)
+        self.files.read(stored, 0, memoryview(data), key)
+        return data
 
     def _read_flat(self, key: str, entry: TensorEntry, span: Span, out: torch.Tensor) -> None:
         """Read elements ``span`` in row-major order from chunks of whole rows."""

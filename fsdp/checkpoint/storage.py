@@ -260,10 +260,7 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                stored = self._source.manifest.objects[key]
-                data = bytearray(stored.nbytes)
-                self._source.files.read(stored, 0, memoryview(data), key)
-                planner.load_bytes(item, io.BytesIO(data))
+                planner.load_bytes(item, io.BytesIO(self._source.verified_bytes(key)))
                 continue
             target = planner.resolve_tensor(item).detach()
             target.copy_(self._box(key, item.storage_index, item.storage_offsets, item.lengths))

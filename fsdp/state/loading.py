@@ -75,7 +75,7 @@ def check_loadable(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         raise CheckpointError(problem)
 
 
-def problem_of(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
+def problem_of(module: nn.Module, state_dict: object) -> str:
     """What is wrong with loading ``state_dict`` into ``module``, a wrapper or the module in one; empty if nothing.
 
     Collective: none.

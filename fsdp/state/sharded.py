@@ -36,9 +36,11 @@ __all__ = [
     "local_part",
     "local_shard_tensor",
     "mesh_of",
+    "placements_of",
     "row_span",
     "slice_shards",
     "slice_span",
+    "slice_tensor",
     "whole_tensor",
 ]
 
@@ -143,9 +145,7 @@ def slice_shards(
         dtype=shard.dtype,
         device=shard.device,
     )
-    return {
-        index: _slice_tensor(layout, handle.rank, index, local[index], mesh) for index in chosen
-    }
+    return {index: slice_tensor(layout, handle.rank, index, local[index], mesh) for index in chosen}
 
 
 def flat_from_slices(
@@ -158,7 +158,7 @@ def flat_from_slices(
     layout, slot = handle.layout, handle.layout.slots[index]
     local = value.to_local().detach()
     if (
-        tuple(value.placements) != tuple(_placements(slot, mesh))
+        tuple(value.placements) != tuple(placements_of(slot, mesh))
         or value.device_mesh.mesh.tolist() != mesh.mesh.tolist()
         or local.numel() != slice_span(slot, layout.world_size, handle.rank).numel
     ):
@@ -180,7 +180,8 @@ def flat_from_slices(
     )[index]
 
 
-def _placements(slot: Slot, mesh: DeviceMesh) -> list[Any]:
+def placements_of(slot: Slot, mesh: DeviceMesh) -> list[Any]:
+    """How slices of ``slot`` lie on the ranks of ``mesh``.  Pure."""
     from torch.distributed.tensor import Replicate, Shard
 
     kinds: dict[str, Callable[[], Any]] = {
@@ -190,10 +191,10 @@ def _placements(slot: Slot, mesh: DeviceMesh) -> list[Any]:
     return [kinds[name]() for name in mesh.mesh_dim_names or ()]
 
 
-def _slice_tensor(
+def slice_tensor(
     layout: FlatLayout, rank: int, index: int, local: torch.Tensor, mesh: DeviceMesh
 ) -> DTensor:
-    """Wrap this rank's elements ``[n]`` of slot ``index``."""
+    """This rank's elements ``[n]`` of slot ``index`` as a DTensor.  Collective: none; no copy."""
     from torch.distributed.tensor import DTensor
 
     slot = layout.slots[index]
@@ -204,7 +205,7 @@ def _slice_tensor(
     made: DTensor = DTensor.from_local(
         local.as_strided(shape, slot.stride),
         mesh,
-        _placements(slot, mesh),
+        placements_of(slot, mesh),
         run_check=False,
         shape=torch.Size(slot.shape),
         stride=slot.stride,
@@ -257,9 +258,10 @@ def axes_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
     """
     known = _MESHES.setdefault(axes.whole, {})
     key = (axes.shard, axes.replicate, device.type)
-    if key not in known:
-        known[key] = _make_mesh(axes, device)
-    return known[key]
+    mesh: DeviceMesh | None = known.get(key)
+    if mesh is None:
+        mesh = known[key] = _make_mesh(axes, device)
+    return mesh
 
 
 def _make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:

@@ -189,7 +189,7 @@ def all_types(name, strategy):
             assert all(torch.equal(loaded[key], reference[key]) for key in reference)
         pieces = {key for key in local_state if key.rpartition(".")[2].startswith("flat_param")}
         assert len(pieces) == sum(len(unit.handles) for unit in model._unit.root.units)
-        shard = local_state["flat_param"] if "flat_param" in local_state else None
+        shard = local_state.get("flat_param")
         if shard is not None:
             assert isinstance(shard, DTensor)
             assert shard.to_local().data_ptr() == model._handle.shard.data_ptr()
