@@ -26,10 +26,12 @@ from .optim_local import local_optim_state, local_optim_state_to_load
 from .optim_rekey import rekey_optim_state
 from .optim_save import Delivery, save_optim_state
 from .optim_scatter import scatter_optim_state
+from .sharded import axes_mesh
 from .types import common_settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ..init.build import BuildArguments
 
@@ -53,7 +55,7 @@ class OptimStateInterface:
         """The optimizer's state, keyed by names in the unwrapped model, as the current state-dict type asks.
 
         ``FULL_STATE_DICT``: whole tensors, for any world size, wrapping, exposure, or the unwrapped model.
-        ``SHARDED_STATE_DICT``: a DTensor of this rank's rows in place of each, for torch.distributed.checkpoint.
+        ``SHARDED_STATE_DICT``: a DTensor of this rank's slices in place of each, for torch.distributed.checkpoint.
         ``LOCAL_STATE_DICT``: the optimizer's own state dict, without communication, for the same wrapping and world
         size only.
 
@@ -111,7 +113,7 @@ class OptimStateInterface:
         if _settings_of(model).state_dict_type is StateDictType.LOCAL_STATE_DICT:
             local = local_optim_state_to_load(optim, optim_state_dict)
         else:
-            local = optim_state_to_load(model, _units_in(model), optim, optim_state_dict)
+            local = _to_load(model, optim, optim_state_dict)
         if is_named_optimizer:
             local = _by_exposed_name(model, optim, local)
         if load_directly:
@@ -161,7 +163,7 @@ class OptimStateInterface:
             group: Accepted for its name: the units' own groups take part.
         """
         _warn_of_input(optim_input)
-        delivery = Delivery(to_cpu=False, row_groups=_row_groups(model))
+        delivery = Delivery(to_cpu=False, meshes=_meshes(model))
         return save_optim_state(model, _units_in(model), optim, None, delivery)
 
     @staticmethod
@@ -185,7 +187,7 @@ class OptimStateInterface:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
         source = _source(model, optim_input, optim)
-        return optim_state_to_load(model, _units_in(model), source, full_optim_state_dict)
+        return _to_load(model, source, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -208,7 +210,7 @@ class OptimStateInterface:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
         source = _source(model, optim_input, optim)
-        return optim_state_to_load(model, _units_in(model), source, sharded_optim_state_dict)
+        return _to_load(model, source, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -281,8 +283,31 @@ def _settings_of(model: nn.Module) -> StateDictSettings:
     return common_settings([wrapper._state_hooks.settings for wrapper in _wrappers_in(model)])
 
 
-def _row_groups(model: nn.Module) -> dict[Unit, ProcessGroup | None]:
-    return {wrapper._unit: wrapper._arguments.axes.shard for wrapper in _wrappers_in(model)}
+def _meshes(model: nn.Module) -> dict[Unit, DeviceMesh]:
+    """The mesh of each unit's axes.  Collective: as ``axes_mesh``."""
+    return {
+        wrapper._unit: axes_mesh(wrapper._arguments.axes, wrapper._unit.config.device)
+        for wrapper in _wrappers_in(model)
+    }
+
+
+def _to_load(
+    model: nn.Module,
+    source: torch.optim.Optimizer | Iterable[Any],
+    saved: Mapping[str, Any],
+) -> dict[str, Any]:
+    meshes = _meshes(model) if _has_dtensors(saved) else None
+    return optim_state_to_load(model, _units_in(model), source, saved, meshes)
+
+
+def _has_dtensors(saved: Any) -> bool:
+    """Whether any value is more than this rank's own; a plain class check would import torch's DTensor."""
+    states = saved.get("state", {}) if isinstance(saved, Mapping) else {}
+    return any(
+        isinstance(value, torch.Tensor) and callable(getattr(value, "full_tensor", None))
+        for values in states.values()
+        for value in values.values()
+    )
 
 
 def _delivery(
@@ -292,7 +317,7 @@ def _delivery(
     group: ProcessGroup | None,
 ) -> Delivery:
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return Delivery(to_cpu=config.offload_to_cpu, row_groups=_row_groups(model))
+        return Delivery(to_cpu=config.offload_to_cpu, meshes=_meshes(model))
     rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     keep = not rank0_only or _is_first(model, group)
     return Delivery(keep=keep, to_cpu=config.offload_to_cpu)

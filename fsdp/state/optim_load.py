@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +13,13 @@ from ..errors import CheckpointError, describe
 from ..runtime.held import Held, held_params
 from ..runtime.unit import Unit
 from .optim_names import SavedState, groups_to_load, in_canonical_names, is_elementwise
-from .optim_pieces import flats_from_rows, is_row_major
+from .optim_pieces import flats_from_slices
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
-from .sharded import local_part, whole_tensor
+from .sharded import local_part, placements_of, whole_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["LoadPlan", "Parts", "optim_state_to_load", "plan_load"]
 
@@ -28,6 +32,7 @@ def optim_state_to_load(
     units: Sequence[Unit],
     source: torch.optim.Optimizer | Iterable[Any],
     saved: Mapping[str, Any],
+    meshes: Mapping[Unit, DeviceMesh] | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a canonical state, in the form ``optimizer.load_state_dict`` takes.
 
@@ -40,6 +45,7 @@ def optim_state_to_load(
         units: The units in it.
         source: The optimizer, or the parameters (or groups) it would be built from.
         saved: The state; the same on every rank; not changed.
+        meshes: For each unit the mesh of its axes; DTensors on others are gathered one by one.
 
     Raises:
         CheckpointError: If it does not fit; names the parameter.
@@ -48,7 +54,7 @@ def optim_state_to_load(
     view = view_of(held, source)
     named = in_canonical_names(held, view, saved)
     plan = plan_load(held, view, named)
-    return plan.cut(_parts_from_rows(held, view, named.state))
+    return plan.cut(_parts_from_slices(held, view, named.state, meshes or {}))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -174,16 +180,19 @@ def _piece(item: Held, name: str, value: torch.Tensor, parts: Parts) -> torch.Te
     return item.piece_of(value) if part is None else part
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- slices ------------------------------------------------------------------------------------------------------------
 
 
-def _parts_from_rows(
-    held: Sequence[Held], view: OptimizerView, state: Mapping[str, Mapping[str, Any]]
+def _parts_from_slices(
+    held: Sequence[Held],
+    view: OptimizerView,
+    state: Mapping[str, Mapping[str, Any]],
+    meshes: Mapping[Unit, DeviceMesh],
 ) -> Parts:
     """This rank's part of every DTensor.
 
     Collective: every rank of every unit's shard group, where there are DTensors; one launch a unit for those that
-    hold one rank's rows each, one each for others.
+    hold this rank's slices, one each for others.
     """
     parts: dict[tuple[Held, str], torch.Tensor] = {}
     by_unit: dict[Unit, list[tuple[Held, str, torch.Tensor]]] = {}
@@ -194,18 +203,18 @@ def _parts_from_rows(
                 continue
             if stays_whole:
                 parts[item, name] = whole_tensor(value)
-            elif _holds_rows(item, value):
+            elif _holds_slices(item, value, meshes):
                 assert item.unit is not None
                 by_unit.setdefault(item.unit, []).append((item, name, local_part(value)))
             else:
                 parts[item, name] = item.piece_of(whole_tensor(value))
     for unit, found in by_unit.items():
         wanted = []
-        for item, _, rows in found:
+        for item, _, local in found:
             assert item.handle is not None
-            flat = rows.detach().to(unit.config.device).contiguous().view(-1)
-            wanted.append((item.handle.layout, item.index, flat))
-        for (item, name, _), piece in zip(found, flats_from_rows(unit, wanted), strict=True):
+            memory = _in_order_of(item, local.detach()).to(unit.config.device)
+            wanted.append((item.handle.layout, item.index, memory))
+        for (item, name, _), piece in zip(found, flats_from_slices(unit, wanted), strict=True):
             parts[item, name] = piece.to(item.key.device)
     return parts
 
@@ -216,14 +225,23 @@ def _is_distributed(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def _holds_rows(item: Held, value: Any) -> bool:
-    """Whether each rank of the parameter's shard group holds its rows of ``value``."""
-    from torch.distributed.tensor import Shard
-
+def _holds_slices(item: Held, value: DTensor, meshes: Mapping[Unit, DeviceMesh]) -> bool:
+    """Whether each rank of the parameter's shard group holds its slices of ``value``."""
     assert item.unit is not None
     assert item.handle is not None
+    mesh = meshes.get(item.unit)
+    slot = item.handle.layout.slots[item.index]
     return (
-        tuple(value.placements) == (Shard(0),)
-        and value.device_mesh.size() == item.unit.shard.size
-        and is_row_major(item.handle.layout.slots[item.index])
+        mesh is not None
+        and bool(slot.shape)
+        and tuple(value.placements) == tuple(placements_of(slot, mesh))
+        and value.device_mesh.mesh.tolist() == mesh.mesh.tolist()
     )
+
+
+def _in_order_of(item: Held, local: torch.Tensor) -> torch.Tensor:
+    """A slice ``[n]`` in the order the parameter's elements have in memory."""
+    assert item.handle is not None
+    stride = item.handle.layout.slots[item.index].stride
+    ordered = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device)
+    return ordered.copy_(local).as_strided((local.numel(),), (1,))

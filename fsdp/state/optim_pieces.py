@@ -1,4 +1,4 @@
-"""How pieces of state tensors travel: to whoever keeps whole ones, into rows and back, from the rank that has all.
+"""How pieces of state tensors travel: to whoever keeps whole ones, into slices and back, from the rank that has all.
 
 Everything of one unit goes in one launch, as bytes, however many tensors it is.
 """
@@ -13,30 +13,19 @@ import torch
 
 from ..comm.collectives import Collectives, Gather
 from ..flat.handle import FlatParamHandle
-from ..flat.layout import FlatLayout, Slot, Span
+from ..flat.layout import FlatLayout, Span
 from ..runtime.full_params import gather_flat
 from ..runtime.unit import Unit
-from .sharded import row_span
+from .sharded import slice_span
 
 __all__ = [
     "as_bytes",
-    "flats_from_rows",
-    "is_row_major",
-    "rows_from_flats",
+    "flats_from_slices",
+    "slices_from_flats",
     "send_whole",
     "tell_all",
     "to_keepers",
 ]
-
-
-def is_row_major(slot: Slot) -> bool:
-    """Whether a parameter's elements lie in row-major order, so that its rows are runs of memory.  Pure."""
-    step = 1
-    for size, stride in zip(reversed(slot.shape), reversed(slot.stride), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def tell_all(group: Collectives, message: Any, device: torch.device) -> list[Any]:
@@ -103,10 +92,10 @@ def to_keepers(
         start = stop
 
 
-def rows_from_flats(
+def slices_from_flats(
     unit: Unit, flats: Sequence[tuple[FlatLayout, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    """This rank's rows of each parameter of each flat tensor, ``[n]`` each.
+    """This rank's slices of each parameter of each flat tensor, ``[n]`` each, as ``slice_span`` says.
 
     Collective: every rank of the unit's shard group; one launch.
 
@@ -115,11 +104,8 @@ def rows_from_flats(
         flats: This rank's ``[shard_numel]`` of each tensor, with its layout.
     """
     me = unit.shard.rank
-    rows = [
-        [
-            shard.new_empty(row_span(slot.shape, layout.world_size, me).numel)
-            for slot in layout.slots
-        ]
+    slices = [
+        [shard.new_empty(slice_span(slot, layout.world_size, me).numel) for slot in layout.slots]
         for layout, shard in flats
     ]
     outgoing: list[list[torch.Tensor]] = []
@@ -127,39 +113,39 @@ def rows_from_flats(
     for peer in range(unit.shard.size):
         outgoing.append([])
         incoming.append([])
-        for (layout, shard), own in zip(flats, rows, strict=True):
+        for (layout, shard), own in zip(flats, slices, strict=True):
             for _, in_shard, _ in _overlaps(layout, me, peer):
                 outgoing[-1].append(shard[in_shard.start : in_shard.stop])
-            for index, _, in_rows in _overlaps(layout, peer, me):
-                incoming[-1].append(own[index][in_rows.start : in_rows.stop])
+            for index, _, in_slices in _overlaps(layout, peer, me):
+                incoming[-1].append(own[index][in_slices.start : in_slices.stop])
     _swap(unit.shard, outgoing, incoming)
-    return rows
+    return slices
 
 
-def flats_from_rows(
+def flats_from_slices(
     unit: Unit, wanted: Sequence[tuple[FlatLayout, int, torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """This rank's flat piece of each parameter, ``[n]``, from every rank's rows.
+    """This rank's flat piece of each parameter, ``[n]``, from every rank's slices.
 
     Collective: every rank of the unit's shard group; one launch.
 
     Args:
         unit: Whose group.
-        wanted: For each parameter its layout, its index there, and this rank's rows of it, ``[m]``.
+        wanted: For each parameter its layout, its index there, and this rank's slices of it, ``[m]``.
     """
     me = unit.shard.rank
     pieces = [
-        rows.new_empty(layout.pieces(me)[index].in_slot.numel) for layout, index, rows in wanted
+        slices.new_empty(layout.pieces(me)[index].in_slot.numel) for layout, index, slices in wanted
     ]
     outgoing: list[list[torch.Tensor]] = []
     incoming: list[list[torch.Tensor]] = []
     for peer in range(unit.shard.size):
         outgoing.append([])
         incoming.append([])
-        for (layout, index, rows), piece in zip(wanted, pieces, strict=True):
-            for at, _, in_rows in _overlaps(layout, peer, me):
+        for (layout, index, slices), piece in zip(wanted, pieces, strict=True):
+            for at, _, in_slices in _overlaps(layout, peer, me):
                 if at == index:
-                    outgoing[-1].append(rows[in_rows.start : in_rows.stop])
+                    outgoing[-1].append(slices[in_slices.start : in_slices.stop])
             offset = layout.pieces(me)[index].in_shard.start
             for at, in_shard, _ in _overlaps(layout, me, peer):
                 if at == index:
@@ -168,11 +154,11 @@ def flats_from_rows(
     return pieces
 
 
-def _overlaps(layout: FlatLayout, flat_rank: int, row_rank: int) -> list[tuple[int, Span, Span]]:
-    """What the shard of one rank shares with the rows of another: parameter, place in the shard, place in the rows."""
+def _overlaps(layout: FlatLayout, flat_rank: int, slice_rank: int) -> list[tuple[int, Span, Span]]:
+    """What the shard of one rank shares with the slices of another: parameter, place in both."""
     found = []
     for index, (slot, piece) in enumerate(zip(layout.slots, layout.pieces(flat_rank), strict=True)):
-        wanted = row_span(slot.shape, layout.world_size, row_rank)
+        wanted = slice_span(slot, layout.world_size, slice_rank)
         both = piece.in_slot.clip(wanted)
         if both.numel:
             offset = piece.in_shard.start - piece.in_slot.start

@@ -1,4 +1,4 @@
-"""Optimizer state under original names, whole or by rows, from what each rank's optimizer holds.
+"""Optimizer state under original names, whole or by slices, from what each rank's optimizer holds.
 
 The canonical form is ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``, where a tensor
 of a parameter's shape is whole (or a DTensor of it) and everything else is as the optimizer keeps it for that
@@ -7,7 +7,7 @@ parameter.  A parameter without state stays without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,14 @@ from torch import nn
 from ..errors import CheckpointError, FsdpError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
-from ..runtime.full_params import gather_flat
 from ..runtime.held import Held, held_params
 from ..runtime.unit import Unit
-from .optim_pieces import is_row_major, rows_from_flats, send_whole, tell_all, to_keepers
+from .optim_pieces import send_whole, slices_from_flats, tell_all, to_keepers
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
-from .sharded import mesh_of, row_span
+from .sharded import slice_span, slice_tensor
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Delivery", "save_optim_state"]
 
@@ -37,12 +36,12 @@ class Delivery:
     Attributes:
         keep: Whether this rank keeps the result; it takes part either way.
         to_cpu: Whether tensors are moved to the CPU as they come.
-        row_groups: For each unit its shard group, if every rank gets its rows as DTensors; None for whole tensors.
+        meshes: For each unit the mesh of its axes, if every rank gets its slices as DTensors; None for whole tensors.
     """
 
     keep: bool = True
     to_cpu: bool = True
-    row_groups: Mapping[Unit, ProcessGroup | None] | None = None
+    meshes: Mapping[Unit, DeviceMesh] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +330,7 @@ def _of_unit(
         for member in members
     }
     pieces = [member for member in members if member.owner is None]
-    rows = delivery.row_groups is not None and unit.shard.size > 1
+    mesh = None if delivery.meshes is None else delivery.meshes[unit]
     wanted = _wanted(pieces)
     shards = [
         values.shard(handle, name, [m for m in pieces if m.item.handle is handle]).to(
@@ -340,11 +339,9 @@ def _of_unit(
         for handle, name in wanted
     ]
     keepers = [rank for rank, one in enumerate(said[unit.replicate.rank]) if one.keep]
-    if rows:
-        assert delivery.row_groups is not None
-        group = delivery.row_groups[unit]
-        assert group is not None
-        parts = _rows(unit, wanted, shards, group)
+    parts: Iterable[Sequence[torch.Tensor]]
+    if mesh is not None:
+        parts = _slices(unit, wanted, shards, mesh)
     else:
         wholes = to_keepers(unit, shards, [handle for handle, _ in wanted], keepers)
         parts = (
@@ -356,11 +353,8 @@ def _of_unit(
             _store(state, pieces, handle, name, tensors, to_cpu=delivery.to_cpu)
     owned = [member for member in members if member.owner is not None]
     for member, name, whole in _from_owners(unit, owned, values):
-        fits = tuple(whole.shape) == member.item.shape
-        if rows and fits and delivery.row_groups is not None:
-            group = delivery.row_groups[unit]
-            assert group is not None
-            whole = _row_tensor(unit, _own_rows(whole, unit), whole.shape, group)  # noqa: PLW2901
+        if mesh is not None and tuple(whole.shape) == member.item.shape:
+            whole = _own_slices(member.item, whole, mesh)  # noqa: PLW2901
         state[member.item.fqn][name] = _copied(whole, to_cpu=delivery.to_cpu)
     return state
 
@@ -419,52 +413,31 @@ def _from_owners(
             yield from tensors
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- slices ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(
+def _slices(
     unit: Unit,
     wanted: Sequence[tuple[FlatParamHandle, str]],
     shards: Sequence[torch.Tensor],
-    group: ProcessGroup,
+    mesh: DeviceMesh,
 ) -> Iterator[list[torch.Tensor]]:
-    """For each state tensor this rank's rows of each parameter, as DTensors."""
+    """For each state tensor this rank's slices of each parameter, as DTensors."""
     layouts = [handle.layout for handle, _ in wanted]
-    if all(is_row_major(slot) for layout in layouts for slot in layout.slots):
-        rows = rows_from_flats(unit, list(zip(layouts, shards, strict=True)))
-    else:
-        wholes = gather_flat(unit, shards, [handle for handle, _ in wanted])
-        rows = [
-            [_own_rows(slot_view(whole, slot), unit) for slot in layout.slots]
-            for layout, whole in zip(layouts, wholes, strict=True)
-        ]
-    for layout, parts in zip(layouts, rows, strict=True):
+    slices = slices_from_flats(unit, list(zip(layouts, shards, strict=True)))
+    for layout, parts in zip(layouts, slices, strict=True):
         yield [
-            _row_tensor(unit, part, torch.Size(slot.shape), group)
-            for part, slot in zip(parts, layout.slots, strict=True)
+            slice_tensor(layout, unit.shard.rank, index, part, mesh)
+            for index, part in enumerate(parts)
         ]
 
 
-def _own_rows(whole: torch.Tensor, unit: Unit) -> torch.Tensor:
-    span = row_span(tuple(whole.shape), unit.shard.size, unit.shard.rank)
-    return whole.contiguous().view(-1)[span.start : span.stop].clone()
-
-
-def _row_tensor(
-    unit: Unit, rows: torch.Tensor, shape: torch.Size, group: ProcessGroup
-) -> torch.Tensor:
-    """``rows`` ``[n]`` as a DTensor of a tensor of ``shape``; one without dimensions is on every rank."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    row = shape[1:].numel() if shape else 1
-    count = rows.numel() // row if row else 0
-    local = rows.view(count, *shape[1:]) if shape else rows.view(())
-    made: torch.Tensor = DTensor.from_local(
-        local,
-        mesh_of(group, unit.config.device),
-        [Shard(0) if shape else Replicate()],
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    return made
+def _own_slices(item: Held, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's slices of a tensor of a parameter's shape, as a DTensor."""
+    assert item.handle is not None
+    layout, rank = item.handle.layout, item.handle.rank
+    slot = layout.slots[item.index]
+    ordered = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype, device=whole.device)
+    memory = ordered.copy_(whole).as_strided((slot.span.numel,), (1,))
+    span = slice_span(slot, layout.world_size, rank)
+    return slice_tensor(layout, rank, item.index, memory[span.start : span.stop], mesh)

@@ -15,6 +15,9 @@ from tests.support.ranks import run_ranks
 
 WORLDS = {"FULL_SHARD": (1, 2, 3), "SHARD_GRAD_OP": (2,), "NO_SHARD": (2,), "HYBRID_SHARD": (4,)}
 
+# When torch loads ASGD's float32 `eta` it casts it to the parameter's dtype, for plain models as well.
+BITWISE = [name for name in OPTIMIZERS if name != "asgd"]
+
 
 @st.composite
 def forms(draw):
@@ -39,13 +42,16 @@ def test_resuming_in_any_other_form_equals_never_stopping(first, second, name):
     assert_close(dense(name, 4)[0], resumed)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_resuming_in_the_same_form_is_bitwise_never_stopping(name, use_orig_params):
-    form = Form(2, use_orig_params)
-    states = run_ranks(wrapped, 2, form, name, 2)[0]
-    resumed = run_ranks(wrapped, 2, form, name, 2, 2, states)
-    assert_equal(run_ranks(wrapped, 2, form, name, 4), resumed)
+def stop_and_go_on(name):
+    for use_orig_params in (False, True):
+        form = Form(2, use_orig_params)
+        states = wrapped(form, name, 2)
+        assert_equal(wrapped(form, name, 4), wrapped(form, name, 2, 2, states))
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_resuming_in_the_same_form_is_bitwise_never_stopping(name):
+    run_ranks(stop_and_go_on, 2, name)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
