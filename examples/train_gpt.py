@@ -30,14 +30,8 @@ from gpt_model import GPT, Block, next_byte_loss, sample
 from progress import Console
 from stdlib_text import Text, rows
 
-from fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, ShardingStrategy, checkpoint
 from fsdp.wrap import ModuleWrapPolicy
 
 EVALUATION_BATCHES = 4
@@ -205,70 +199,43 @@ def is_late(deadline: float, device: torch.device) -> bool:
 def save(job: Job) -> None:
     """Write a checkpoint that any number of processes can resume from; it is complete or it is not there.
 
-    Collective: every process takes part in gathering; the first one holds the whole and writes it.
+    Collective: every process writes what it holds.
     """
-    with FSDP.state_dict_type(
-        job.model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
-    ):
-        state = {
-            "model": job.model.state_dict(),
-            "optimizer": FSDP.optim_state_dict(job.model, job.optimizer),
-            "schedule": job.schedule.state_dict(),
-            "step": job.step,
-            "curve": job.curve,
-            "config": {name: getattr(job.args, name) for name in FIXED},
-        }
+    extra = {
+        "schedule": job.schedule,
+        "step": job.step,
+        "curve": job.curve,
+        "config": {name: getattr(job.args, name) for name in FIXED},
+    }
+    folder = job.args.out
+    name = folder / f"step-{job.step:06d}"
+    keep = job.args.keep or None
+    checkpoint.save(name, job.model, job.optimizer, extra, keep_last=keep, overwrite=True)
     if dist.get_rank() == 0:
-        folder = job.args.out
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(state, folder / f"step-{job.step:06d}.pt")
-        for old in sorted(folder.glob("step-*.pt"))[: -job.args.keep]:
-            old.unlink()
         table = ["step,loss,held_out", *(f"{s},{a:.4f},{b:.4f}" for s, a, b in job.curve)]
         (folder / "curve.csv").write_text("\n".join(table) + "\n")
-    dist.barrier()
-
-
-def write_atomically(state: dict, path: Path) -> None:
-    """Write under another name, wait for the disk, rename: a crash leaves the old checkpoints whole."""
-    partial = path.with_name("checkpoint.partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself
-    os.close(folder)
 
 
 def newest_checkpoint(folder: Path, *, resume: bool) -> Path | None:
     """The checkpoint to go on from; a new run in an old run's folder is refused."""
-    checkpoints = sorted(folder.glob("step-*.pt"))
-    if resume and not checkpoints:
+    newest = checkpoint.latest(folder)
+    if resume and newest is None:
         raise SystemExit(f"--resume: no checkpoint in {folder}")
-    if checkpoints and not resume:
-        raise SystemExit(f"{folder} holds {checkpoints[-1].name}: pass --resume or another --out")
-    return checkpoints[-1] if resume else None
+    if newest is not None and not resume:
+        raise SystemExit(f"{folder} holds {newest.name}: pass --resume or another --out")
+    return newest
 
 
 def load(path: Path, job: Job) -> None:
     """Take over the state of a checkpoint, whatever number of processes wrote it."""
-    state = torch.load(path, map_location="cpu", mmap=True)
-    for name, value in state["config"].items():
+    for name, value in checkpoint.read_extra(path)["config"].items():
         if value != getattr(job.args, name):
             option = "--" + name.replace("_", "-")
             raise SystemExit(
                 f"{path} was written with {option} {value}, not {getattr(job.args, name)}"
             )
-    job.model.load_state_dict(state["model"])
-    mine = FSDP.optim_state_dict_to_load(job.model, job.optimizer, state["optimizer"])
-    job.optimizer.load_state_dict(mine)
-    job.schedule.load_state_dict(state["schedule"])
-    job.step, job.curve = state["step"], state["curve"]
+    loaded = checkpoint.load(path, job.model, job.optimizer, {"schedule": job.schedule})
+    job.step, job.curve = loaded.extra["step"], loaded.extra["curve"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

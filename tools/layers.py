@@ -26,7 +26,8 @@ FLOORS: tuple[tuple[frozenset[str], ...], ...] = (
     tuple(frozenset({name}) for name in ("init", "state", "optim")),
     (frozenset({"wrapper"}),),
     (frozenset({"checkpoint"}),),
-    tuple(frozenset({name}) for name in ("cli", "compat", "__main__")),
+    tuple(frozenset({name}) for name in ("cli", "compat")),
+    (frozenset({"__main__"}),),
 )
 # Re-export files under the reference's module paths: may import everything, imported by nothing.
 REEXPORTS = frozenset(

@@ -29,7 +29,7 @@ from .source import Source
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "read_extra"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,20 @@ def load(
             set_random_state(generators)
     size = source.manifest.world_size
     return Loaded(folder, size, extras, names.missing, names.unexpected, restored)
+
+
+def read_extra(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """What was saved as ``extra``, without a model.  Collective: none.
+
+    Args:
+        path: A checkpoint, or a folder of checkpoints, of which the newest good one is taken.
+        weights_only: Refuse pickles of anything but plain values and tensors.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged.
+    """
+    with Source(find(path)) as source:
+        return _values(source, "extra/", weights_only=weights_only)
 
 
 # -- names and shapes --------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 import torch
 
 from ..checkpoint.folder import find, sync
-from ..checkpoint.manifest import BLOCK, Stored, TensorEntry, dtype_named
+from ..checkpoint.manifest import TensorEntry, dtype_named
 from ..checkpoint.raw import memory_of
 from ..checkpoint.source import Source
+from ..checkpoint.verifying import verify as every_byte
 from ..errors import CheckpointError
 from ..init.safetensors import DTYPES
 
@@ -55,37 +56,13 @@ def inspect(path: Path, *, chunks: bool = False) -> None:
 
 
 def verify(path: Path) -> None:
-    """Read every byte of a checkpoint and compare checksums; all damage is listed.  Collective: none.
-
-    Raises:
-        CheckpointError: Naming every file that is missing or damaged.
-    """
-    with Source(find(path)) as source:
-        runs = [(key, stored) for key, stored in source.manifest.objects.items()]
-        runs += [
-            (key, chunk.stored)
-            for key, entry in source.manifest.tensors.items()
-            for chunk in entry.chunks
-        ]
-        runs.sort(key=lambda run: (run[1].file, run[1].start))
-        damage = []
-        with _progress(sum(stored.nbytes for _, stored in runs), "verify") as advance:
-            for key, stored in runs:
-                try:
-                    _verify_run(source, key, stored, advance)
-                except CheckpointError as error:
-                    damage.append(str(error))
-        if damage:
-            raise CheckpointError("\n".join(damage))
-        _say(f"{source.folder}: every byte is as it was written.")
-
-
-def _verify_run(source: Source, key: str, stored: Stored, advance: Callable[[int], None]) -> None:
-    block = memoryview(bytearray(min(BLOCK, stored.nbytes)))
-    for start in range(0, stored.nbytes, BLOCK):
-        part = block[: min(BLOCK, stored.nbytes - start)]
-        source.files.read(stored, start, part, key)
-        advance(len(part))
+    """As :func:`fsdp.checkpoint.verify`, with a progress bar and a last word.  Collective: none."""
+    folder = find(path)
+    with Source(folder) as source:
+        total = sum(source.manifest.files.values())
+    with _progress(total, "verify") as advance:
+        every_byte(folder, advance)
+    _say(f"{folder}: every byte is as it was written.")
 
 
 # -- merge -------------------------------------------------------------------------------------------------------------

@@ -224,15 +224,9 @@ def test_any_damage_is_an_error_that_names_the_file(good, data):
         if damaged == content:
             return
         (copy / victim).write_bytes(damaged)
-    for check in (lambda: load_plain(copy), lambda: verified(copy)):
+    for check in (lambda: load_plain(copy), lambda: checkpoint.verify(copy)):
         with pytest.raises(CheckpointError, match=re.escape(victim)):
             check()
-
-
-def verified(path):
-    from fsdp.cli.checkpoint import verify
-
-    verify(path)
 
 
 def damaged_for_one(path):
@@ -411,3 +405,12 @@ def through_torch(path):
 
 def test_torchs_own_load_reads_our_folders(good):
     run_ranks(through_torch, 3, good)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_few_rounds_of_the_stress_tool_lose_nothing(capsys):
+    from tools.stress_checkpoint import stress
+
+    assert stress(6, seed=3, world_size=2).total() == 6
