@@ -162,9 +162,17 @@ def blocks(page, language):
     )
 
 
-@pytest.mark.parametrize("page", ["docs/getting-started.md", "README.md"])
-def test_the_code_of_a_page_runs(tmp_path, page):
-    run_ranks(run_page, 1, page, tmp_path)
+@pytest.mark.parametrize(
+    ("page", "world_size"),
+    [
+        ("docs/getting-started.md", 1),
+        ("README.md", 1),
+        ("docs/how-to/export-to-safetensors.md", 2),
+        ("docs/how-to/load-a-pretrained-model.md", 2),
+    ],
+)
+def test_the_code_of_a_page_runs(tmp_path, page, world_size):
+    run_ranks(run_page, world_size, page, tmp_path)
 
 
 def test_the_tutorial_prints_what_it_says(tmp_path):
@@ -181,7 +189,26 @@ def test_the_code_of_train_and_resume_resumes(tmp_path):
     run_ranks(run_page, 2, page, tmp_path / "parts", half)
     run_ranks(run_page, 3, page, tmp_path / "parts")
 
-    expected = torch.load(tmp_path / "whole" / "checkpoint.pt")
-    actual = torch.load(tmp_path / "parts" / "checkpoint.pt")
-    assert actual["step"] == 20
-    torch.testing.assert_close(actual["model"], expected["model"], rtol=1e-3, atol=1e-5)
+    assert_same_model(tmp_path / "whole" / "checkpoints", tmp_path / "parts" / "checkpoints")
+
+
+def assert_same_model(*folders):
+    from fsdp import checkpoint
+    from fsdp.checkpoint.source import Source
+
+    expected, actual = (Source(checkpoint.latest(folder)) for folder in folders)
+    assert expected.value("extra/step") == actual.value("extra/step") == 20
+    names = [key for key in expected.manifest.tensors if key.startswith("model/")]
+    assert names
+    for name in names:
+        torch.testing.assert_close(actual.whole(name), expected.whole(name), rtol=1e-3, atol=1e-5)
+
+
+def test_the_code_of_save_and_resume_resumes(tmp_path):
+    page = "docs/how-to/save-and-resume.md"
+    half = ("range(first, 20)", "range(first, 10)")
+    run_ranks(run_page, 1, page, tmp_path / "whole")
+    run_ranks(run_page, 2, page, tmp_path / "parts", half)
+    run_ranks(run_page, 3, page, tmp_path / "parts")
+
+    assert_same_model(tmp_path / "whole" / "checkpoints", tmp_path / "parts" / "checkpoints")
