@@ -124,6 +124,8 @@ class OptimizerInBackward:
                 )
             )
         self._unmanaged = frozenset(held - managed)
+        wide = any(param.dtype is torch.float64 for param in held)
+        self._norm_dtype = torch.float64 if wide else torch.float32
         self._reduced: set[Unit] = set()
         self._squares: dict[object, torch.Tensor] = {}
         for unit in self._units:
@@ -171,7 +173,7 @@ class OptimizerInBackward:
     def _clip(self, grads: list[torch.Tensor], unit: Unit | None) -> None:
         """Add to the norm of this step, and scale by that of the step before."""
         assert self._max_norm is not None
-        norms = _torch.foreach_norm(grads, 2.0, torch.float32)
+        norms = _torch.foreach_norm(grads, 2.0, self._norm_dtype)
         device = self._units[0].config.device
         square = torch.stack([norm.to(device) for norm in norms if norm.numel()]).square().sum()
         key = None if unit is None else unit.group_key
@@ -200,7 +202,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _agree_on_norm(self) -> torch.Tensor:
-        nothing = torch.zeros((), device=self._units[0].config.device)
+        nothing = torch.zeros((), dtype=self._norm_dtype, device=self._units[0].config.device)
         total = self._squares.get(None, nothing)
         groups = {unit.group_key: unit.shard for unit in self._units}
         for key, shard in groups.items():
