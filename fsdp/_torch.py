@@ -323,3 +323,15 @@ def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     decorated: Callable[..., Any] = torch._compile._disable_dynamo(function)
     return decorated
+
+
+def device_generator(device: torch.device) -> torch.Generator:
+    """The default random generator of an accelerator.
+
+    Why: the public functions that seed an accelerator seed all devices of the process or need the current one changed.
+    ``default_generators`` of the device's module is documented nowhere but where it is defined.
+    """
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator

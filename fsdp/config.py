@@ -5,6 +5,7 @@ Pure: no process groups, no modules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 
@@ -104,9 +105,7 @@ class _ShortRepr:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _check_float_dtype(owner: object, name: str) -> None:
-    value = getattr(owner, name)
-    where = f"{type(owner).__name__}.{name}"
+def _check_float_dtype(where: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, torch.dtype):
@@ -140,20 +139,40 @@ def _module_classes(owner: object, name: str) -> tuple[type[nn.Module], ...]:
     return classes
 
 
+def _checked_rules(rules: object) -> dict[type[nn.Module] | str, torch.dtype] | None:
+    """A copy of ``rules``, so that nothing changes a frozen policy from outside."""
+    if rules is None:
+        return None
+    if not isinstance(rules, Mapping):
+        raise ConfigTypeError(
+            f"MixedPrecision.rules is a {type(rules).__name__}: expected a mapping from module classes or name "
+            "patterns to dtypes."
+        )
+    for key, dtype in rules.items():
+        if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+            raise ConfigTypeError(
+                f"MixedPrecision.rules has the key {key!r}: expected a class of modules or a name pattern."
+            )
+        if dtype is None:
+            raise ConfigTypeError(f"MixedPrecision.rules[{key!r}] is None: expected a torch.dtype.")
+        _check_float_dtype(f"MixedPrecision.rules[{key!r}]", dtype)
+    return dict(rules)
+
+
 @dataclass(frozen=True, repr=False)
 class MixedPrecision(_ShortRepr):
     """Dtypes of computation, reduction and buffers; None leaves the dtype as it is.
 
-    Shards, and so the optimizer's state and checkpoints, keep the dtype the model was built with.  Only
-    floating-point tensors are ever cast.
+    Shards, and so the optimizer's state and checkpoints, keep the dtype the model was built with, unless
+    ``master_dtype`` says otherwise.  Only floating-point tensors are ever cast.
 
     Attributes:
         param_dtype: Dtype of gathered parameters, of computation, and of the outermost unit's floating inputs.  Half
             the width halves the bytes of every gather, and costs a cast of the shard before it.
         reduce_dtype: Dtype in which gradients are accumulated and reduced; ``param_dtype`` if None.  A wider one
             costs bytes on the wire and keeps sums over many ranks exact.
-        buffer_dtype: Dtype floating buffers are cast to before the first forward; saved in their own dtype.  Not
-            implied by ``param_dtype``.
+        buffer_dtype: Dtype floating buffers are cast to before the first forward.  The originals are kept, so state
+            dicts hold every bit of a buffer that the model has not changed.  Not implied by ``param_dtype``.
         keep_low_precision_grads: Leave ``.grad`` in ``param_dtype`` instead of the shard's dtype: half the memory of
             gradients, for optimizers that cast for themselves.
         cast_forward_inputs: Cast the floating inputs of every unit, not only of the outermost: for units whose
@@ -161,9 +180,21 @@ class MixedPrecision(_ShortRepr):
         cast_root_forward_inputs: Cast the floating inputs of the outermost unit.
         _module_classes_to_ignore: Modules of these classes become units that are not cast (with an
             ``auto_wrap_policy``; batch norms by default, whose statistics need full precision).
+        rules: Another dtype than ``param_dtype`` for some modules: by class, or by name in the wrapped module with
+            ``*`` and ``?``; the first rule that matches holds for a module and everything in it.  The parameters stay
+            in the unit they are in, and in its one gather; the module's floating inputs are cast to the dtype and its
+            outputs back to that of the first input.
+        output_dtype: Dtype of the floating outputs of the outermost unit (``float32`` for a loss in full precision).
+        master_dtype: Dtype of the shards of trainable parameters that were built in a lower one: what the optimizer
+            steps and checkpoints hold.  Computation stays in ``param_dtype``, or in the dtype they were built in.
+            With None they are trained in the low dtype, of which a warning says how many; the low dtype itself
+            as ``master_dtype`` says that this is meant.
+        full_precision_in_eval: Gather and compute in the shards' dtype in forwards without gradients of a model in
+            ``eval()`` mode.
 
     Raises:
-        ConfigTypeError: If a dtype is no ``torch.dtype``, a flag no truth value, or a class no module class.
+        ConfigTypeError: If a dtype is no ``torch.dtype``, a flag no truth value, a class no module class, or a rule
+            neither a class nor a name.
         ConfigError: If a dtype is not floating-point.
 
     Example:
@@ -178,15 +209,28 @@ class MixedPrecision(_ShortRepr):
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    rules: Mapping[type[nn.Module] | str, torch.dtype] | None = None
+    output_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            _check_float_dtype(self, name)
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
+            _check_float_dtype(f"{type(self).__name__}.{name}", getattr(self, name))
         _check_flags(
-            self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
+            self,
+            "keep_low_precision_grads",
+            "cast_forward_inputs",
+            "cast_root_forward_inputs",
+            "full_precision_in_eval",
         )
         classes = _module_classes(self, "_module_classes_to_ignore")
         object.__setattr__(self, "_module_classes_to_ignore", classes)
+        object.__setattr__(self, "rules", _checked_rules(self.rules))
+
+    def __hash__(self) -> int:
+        shown = (getattr(self, item.name) for item in fields(self) if item.name != "rules")
+        return hash((*shown, tuple((self.rules or {}).items())))
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from . import _torch
+from .comm.compression import Compression
 from .comm.topology import Axes, resolve_axes
 from .comm.watch import the_watch
 from .config import (
@@ -47,6 +48,7 @@ from .init.build import (
     compute_device,
     plan_overrides,
 )
+from .init.communication import compress_units, register_hook
 from .init.ignored import resolve_ignored
 from .names import (
     COMPILED_MODULE,
@@ -285,6 +287,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         outermost = memo.setdefault(_COPYING, self) is self
         stale = _Stale()
         memo[id(unit)] = memo[id(self._state_hooks)] = stale
+        if unit.rule_casts is not None:
+            memo[id(unit.rule_casts)] = stale
         for handle in unit.handles:
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
@@ -475,21 +479,33 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
 
         Raises:
             ConfigError: If ``hook`` is not callable.
-            TrainingStateError: If this is not the outermost wrapper, a hook is registered already, or a forward has
-                run.
+            ConfigTypeError: If it can not be called with these arguments.
+            TrainingStateError: If this is not the outermost wrapper, a hook or a compression is registered already,
+                or a forward has run.
         """
-        if not callable(hook):
-            raise ConfigError(f"The communication hook must be callable but got {hook!r}.")
-        if not self.check_is_root():
-            raise TrainingStateError("register_comm_hook can only be called on a root instance.")
-        units = _units_in(self)
-        if any(unit.comm_hook is not None for unit in units):
-            raise TrainingStateError("A communication hook is already registered")
-        if self._unit.root.started:
-            raise TrainingStateError("Register the communication hook before the first forward.")
-        for unit in units:
-            unit.comm_hook = hook
-            unit.comm_hook_state = state
+        register_hook(_units_in(self), state, hook)
+
+    def compress_communication(self, compression: Compression) -> None:
+        """Send rounded parameters and gradients in a step; see ``docs/how-to/compress-communication.md``.
+
+        State dicts and ``summon_full_params`` stay exact, and so does what the optimizer steps.
+
+        Collective: every rank of the process group, with the same argument.
+
+        Raises:
+            ConfigTypeError: If ``compression`` is no ``Compression``.
+            ConfigError: If ranks can not be divided into nodes as asked.
+            TrainingStateError: If this is not the outermost wrapper, a hook or a compression is registered already,
+                or a forward has run.
+            UnsupportedError: Under ``NO_SHARD``; ``secondary_shard`` with ``allow_unused="any_rank"``.
+
+        Example::
+
+            model.compress_communication(Compression(weights="int8", gradients="int8"))
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(self)
+        axes = {wrapper._unit: wrapper._arguments.axes for wrapper in wrappers}
+        compress_units(axes, compression)
 
     # -- uneven inputs ---------------------------------------------------------------------------------------------
 

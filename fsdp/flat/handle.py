@@ -60,6 +60,7 @@ class FlatParamHandle:
         self.rank = rank
         self.orig_mode = orig_mode
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
+        self._in_full_precision = False
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
         self._shard_aside: torch.Tensor | None = None
@@ -116,6 +117,8 @@ class FlatParamHandle:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the leaves that module code computes with."""
+        if self._in_full_precision:
+            return self.flat_param.dtype
         return self._low_precision or self.flat_param.dtype
 
     @property
@@ -202,6 +205,21 @@ class FlatParamHandle:
         """Whether the unsharded flat parameter is the shard itself, so that gathering it is a no-op."""
         return self.layout.world_size == 1 and self.compute_dtype == self.flat_param.dtype
 
+    def use_full_precision(self, *, wanted: bool) -> None:
+        """Let the leaves be in the shard's dtype, for forwards that no backward follows, or in the compute dtype again.
+
+        Only while sharded.  Either set of leaves keeps its identity.
+        """
+        if wanted == self._in_full_precision or self._low_precision in (None, self.dtype):
+            return
+        self._in_full_precision = wanted
+        current = (self.unsharded, self._leaf_writes, self._leaf_versions)
+        if self._other_leaves is None:
+            self._build_leaves(trained=False)
+        else:
+            self.unsharded, self._leaf_writes, self._leaf_versions = self._other_leaves
+        self._other_leaves = current
+
     def fill_own_slice(self) -> None:
         """Allocate the unsharded storage and cast this rank's shard straight into its own slice of it."""
         self.unsharded.allocate()
@@ -249,6 +267,11 @@ class FlatParamHandle:
 
     def _current_version(self) -> int:
         return _torch.sum_of_versions(self.exposed)
+
+    @property
+    def leaves_edited(self) -> bool:
+        """Whether module code wrote into its parameters in place since :meth:`keep_leaf_edits` last looked."""
+        return _torch.sum_of_versions(self.unsharded.leaves) != self._leaf_versions
 
     def keep_leaf_edits(self) -> None:
         """If module code wrote into its parameters in place, write this rank's slice back to the shard."""
@@ -383,29 +406,40 @@ class FlatParamHandle:
         return shard
 
     def _build_unsharded(self) -> None:
+        self._in_full_precision = False
+        self._other_leaves: (
+            tuple[UnshardedStorage, tuple[tuple[dict[str, Any], str, Any], ...], int] | None
+        ) = None
+        self._build_leaves(trained=True)
+        self._stand_ins = [
+            ShardedStandIn.make(
+                self._name_of(managed.fqn),
+                self.unsharded.flat,
+                slot,
+                requires_grad=managed.param.requires_grad,
+            )
+            for managed, slot in zip(self.params, self.layout.slots, strict=True)
+        ]
+        hidden: list[torch.Tensor] = list(self._stand_ins)
+        if self.orig_mode:
+            hidden = [managed.param for managed in self.params]
+        self._version = None
+        self._sharded_writes = self._exposure.prepare(hidden[i] for i in self._param_of_site)
+
+    def _build_leaves(self, *, trained: bool) -> None:
         flat = (
             self.flat_param.data
             if self.aliased
             else torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         )
         self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
-        self._stand_ins = [
-            ShardedStandIn.make(
-                self._name_of(managed.fqn), flat, slot, requires_grad=managed.param.requires_grad
-            )
-            for managed, slot in zip(self.params, self.layout.slots, strict=True)
-        ]
         for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True):
             source = managed.param if self.orig_mode else self.flat_param
-            leaf.requires_grad_(source.requires_grad)
-        hidden: list[torch.Tensor] = list(self._stand_ins)
-        if self.orig_mode:
-            hidden = [managed.param for managed in self.params]
-        self._version = None
+            leaf.requires_grad_(trained and source.requires_grad)
         self._leaf_versions = _torch.sum_of_versions(self.unsharded.leaves)
-        per_site = [index for index, managed in enumerate(self.params) for _ in managed.sites]
-        self._leaf_writes = self._exposure.prepare(self.unsharded.leaves[i] for i in per_site)
-        self._sharded_writes = self._exposure.prepare(hidden[i] for i in per_site)
+        self._leaf_writes = self._exposure.prepare(
+            self.unsharded.leaves[i] for i in self._param_of_site
+        )
 
     def _prepare_exposure(self) -> None:
         sites = [site for managed in self.params for site in managed.sites]
@@ -417,6 +451,7 @@ class FlatParamHandle:
             (table, site.name) for table, site in zip(tables, sites, strict=True)
         )
         self._exposure.watch_recurrent(site.module for site in sites)
+        self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
         if not self.orig_mode:
             for site in sites:

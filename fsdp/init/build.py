@@ -6,7 +6,7 @@ Peak memory is the shards so far plus one unit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..flat.handle import FlatParamHandle
 from ..flat.sharing import ManagedParam, assign_owners
 from ..names import join_names
 from ..runtime.held import unit_of
+from ..runtime.precision import DtypeRules, RuleCasts
 from ..runtime.unit import Unit, UnitConfig
 from ..wrap import select_units
 from .ignored import Ignored
@@ -87,9 +88,14 @@ def build_units(
         is_boundary=is_wrapped,
     )
     members = _members(root, set(inner), is_wrapped, ignored)
+    seed = _shared_seed(members, overrides[root])
     built: dict[nn.Module, Unit] = {}
     for module in (*inner, root):
-        built[module] = _build_unit(module, owners[module], members[module], overrides[module])
+        rules = DtypeRules.of(root, overrides[module].mixed_precision)
+        built[module] = _build_unit(
+            module, owners[module], members[module], overrides[module], rules, seed
+        )
+    _warn_of_low_precision(built[module] for module in overrides)
     return built
 
 
@@ -98,11 +104,14 @@ def _build_unit(
     params: list[ManagedParam],
     members: list[tuple[str, nn.Module]],
     arguments: BuildArguments,
+    rules: DtypeRules,
+    seed: int,
 ) -> Unit:
     device = arguments.device
     shard = collectives_for(arguments.axes.shard, device)
     replicate = collectives_for(arguments.axes.replicate, device)
-    _materialize(params, members, arguments, is_source=shard.rank == 0 and replicate.rank == 0)
+    is_source = shard.rank == 0 and replicate.rank == 0
+    _materialize(params, members, arguments, seed, is_source=is_source)
     buffers = [
         (owner, name, buffer)
         for _, owner in members
@@ -125,23 +134,86 @@ def _build_unit(
             rank=shard.rank,
             world_size=shard.size,
             device=device,
-            compute_dtype=arguments.mixed_precision.param_dtype,
+            compute_dtype=compute_dtype,
             orig_mode=arguments.use_orig_params,
         )
-        for group in _group(params)
+        for compute_dtype, group in _group(params, arguments.mixed_precision, rules)
     ]
     modules = [owner for _, owner in members]
     gate = gate_of(arguments.axes.whole)
-    return Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
+    unit = Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
+    unit.dtype_rules = rules
+    inside = {owner: rules.boundaries[owner] for owner in modules if owner in rules.boundaries}
+    if inside:
+        unit.rule_casts = RuleCasts(unit, inside)
+    return unit
 
 
-def _group(params: Iterable[ManagedParam]) -> list[list[ManagedParam]]:
-    """Parameters that can share a flat parameter: equal dtype and ``requires_grad``; trainable groups first."""
-    groups: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+def _group(
+    params: Iterable[ManagedParam], policy: MixedPrecision, rules: DtypeRules
+) -> list[tuple[torch.dtype | None, list[ManagedParam]]]:
+    """Parameters that can share a flat parameter, with the dtype they compute in (None for their own).
+
+    Their dtype, ``requires_grad`` and compute dtype are equal; trainable groups come first.  Parameters that are to
+    have masters are in the masters' dtype afterwards.
+    """
+    groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[ManagedParam]] = {}
     for managed in params:
-        key = (managed.param.dtype, managed.param.requires_grad)
-        groups.setdefault(key, []).append(managed)
-    return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
+        param = managed.param
+        compute_dtype = rules.dtypes.get(managed.sites[0].module, policy.param_dtype)
+        if _wants_master(param, policy.master_dtype):
+            compute_dtype = compute_dtype or param.dtype
+            param.data = param.data.to(policy.master_dtype)
+        groups.setdefault((param.dtype, param.requires_grad, compute_dtype), []).append(managed)
+    ordered = sorted(groups.items(), key=lambda item: not item[0][1])
+    return [(key[2], group) for key, group in ordered]
+
+
+def _wants_master(param: nn.Parameter, dtype: torch.dtype | None) -> bool:
+    is_low = param.requires_grad and param.dtype.is_floating_point
+    return dtype is not None and is_low and param.dtype.itemsize < dtype.itemsize
+
+
+def _warn_of_low_precision(units: Iterable[Unit]) -> None:
+    """Say once that optimizer steps will be rounded to a low dtype, which mixed precision is meant to avoid."""
+    numel: dict[torch.dtype, int] = {}
+    fqns: list[str] = []
+    units = list(units)
+    for unit in units:
+        policy = unit.config.mixed_precision
+        asked = policy.param_dtype is not None and policy.master_dtype is None
+        for handle in unit.handles:
+            if asked and handle.requires_grad and handle.dtype.itemsize < 4:
+                numel[handle.dtype] = numel.get(handle.dtype, 0) + handle.layout.numel
+                fqns += handle.fqns
+        is_first = unit.shard.rank == 0 and unit.replicate.rank == 0
+    if fqns and units[0].shard.rank == units[0].replicate.rank == 0:
+        counts = ", ".join(f"{count:,} elements in {dtype}" for dtype, count in numel.items())
+        warnings.warn(
+            f"the model was built in a low precision: {len(fqns)} trainable parameters, {counts}, will be stored and "
+            f"updated in it, so small optimizer steps are lost. [{name_some(fqns)}] Pass "
+            "MixedPrecision(master_dtype=torch.float32), or the low dtype if this is meant.",
+            FsdpWarning,
+            stacklevel=4,
+        )
+
+
+def _shared_seed(
+    members: Mapping[nn.Module, list[tuple[str, nn.Module]]], arguments: BuildArguments
+) -> int:
+    """The seed of every meta tensor's values: the first rank's, drawn once a construction.
+
+    Collective: every rank of the root's groups, if there are meta tensors and their values will not be broadcast.
+    """
+    modules = [module for found in members.values() for _, module in found]
+    if arguments.sync_module_states or not any(map(_holds_meta, modules)):
+        return 0
+    seed = torch.randint(2**62, (1,))
+    shard = collectives_for(arguments.axes.shard, arguments.device)
+    replicate = collectives_for(arguments.axes.replicate, arguments.device)
+    on_device = seed.to(arguments.device)
+    broadcast_states([on_device], shard, replicate)
+    return int(on_device.item())
 
 
 def _members(
@@ -171,24 +243,18 @@ def _materialize(
     params: list[ManagedParam],
     members: list[tuple[str, nn.Module]],
     arguments: BuildArguments,
+    seed: int,
     *,
     is_source: bool,
 ) -> None:
     """Give meta tensors memory and values, and follow parameters that initialisation replaced."""
-    on_meta = any(
-        tensor.is_meta
-        for _, module in members
-        for tensor in (
-            *module.parameters(recurse=False),
-            *module.buffers(recurse=False),
-        )
-    )
-    if not on_meta:
+    if not any(_holds_meta(module) for _, module in members):
         return
     materialize_unit(
         members,
         arguments.device,
         arguments.param_init_fn,
+        seed=seed,
         allow_uninitialized=arguments.sync_module_states and not is_source,
     )
     for managed in params:
@@ -196,6 +262,11 @@ def _materialize(
         managed.param = _torch.parameter_table(first.module)[first.name]
         for site in managed.sites[1:]:
             _torch.parameter_table(site.module)[site.name] = managed.param
+
+
+def _holds_meta(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def broadcast_states(

@@ -7,12 +7,19 @@ Note [Sentinel]
     element that still has it was never written.  It also is a NaN, so what slips through shows in the first loss.
     One- and two-byte integers may take any value, so there only a tensor full of the pattern counts; a boolean's
     byte is 0 or 1 once it was written.
+
+Note [Seeds]
+    Each module draws its values from generators seeded by one number, shared by all ranks, and by the module's name.
+    So the whole weights are the same bit by bit for any number of ranks, strategy and wrapping policy, and the user's
+    own generators are left as they were.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,6 +43,7 @@ def materialize_unit(
     device: torch.device,
     param_init_fn: Callable[[nn.Module], None] | None,
     *,
+    seed: int | None = None,
     allow_uninitialized: bool = False,
 ) -> None:
     """Materialise the meta parameters and buffers that each of ``modules`` holds directly.
@@ -51,6 +59,8 @@ def materialize_unit(
         device: Where the tensors go.
         param_init_fn: Called with one module at a time, for those that hold meta tensors; ``reset_parameters`` if
             None.
+        seed: What random values follow from, together with each module's name (see Note [Seeds]); the generators go
+            on as they are if None.
         allow_uninitialized: Whether values may be left undefined, because a broadcast follows.
 
     Raises:
@@ -62,7 +72,7 @@ def materialize_unit(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(f"Expected {param_init_fn!r} (param_init_fn) to be callable.")
-    work = _Materializer(device, param_init_fn)
+    work = _Materializer(device, param_init_fn, seed)
     for name, module in modules:
         work.visit(name, module)
     if not allow_uninitialized:
@@ -82,9 +92,13 @@ class _Materializer:
     """Materialises the modules of one unit, remembering which tensors nothing has written yet."""
 
     def __init__(
-        self, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None
+        self,
+        device: torch.device,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        seed: int | None,
     ) -> None:
         self._device = device
+        self._seed = seed
         self._param_init_fn = param_init_fn
         self._unwritten: dict[torch.Tensor, str] = {}
         self._made_by_user: set[torch.Tensor] = set()
@@ -100,10 +114,11 @@ class _Materializer:
         others = [slot for slot in slots if not self._is_due(slot.tensor)]
         values = [slot.tensor.clone() for slot in others]
         try:
-            if self._param_init_fn is None:
-                self._reset(module, fresh)
-            else:
-                self._call_user(self._param_init_fn, module, fresh)
+            with _seeded(self._device, self._seed, name):
+                if self._param_init_fn is None:
+                    self._reset(module, fresh)
+                else:
+                    self._call_user(self._param_init_fn, module, fresh)
         except Exception as error:
             error.add_note(f"while initialising {name or '<root>'!r} ({type(module).__name__})")
             raise
@@ -206,6 +221,27 @@ class _Materializer:
         for tensor in self._unwritten:
             if tensor.dtype is torch.bool:
                 tensor.zero_()
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int | None, name: str) -> Iterator[None]:
+    """Within it, the generators of the CPU and of ``device`` follow from ``seed`` and ``name`` alone, if there is one."""
+    if seed is None:
+        yield
+        return
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    own = int.from_bytes(digest, "little") >> 1
+    generators = [torch.default_generator]
+    if device.type != "cpu":
+        generators.append(_torch.device_generator(device))
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(own)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class _PoisonedEmpty(TorchFunctionMode):

@@ -66,6 +66,7 @@ class Root:
         started: Whether any forward has run.
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
+        in_full_precision: Whether the running forward computes in the shards' own dtype.
     """
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
@@ -78,6 +79,7 @@ class Root:
         self.backward_running = False
         self.started = False
         self.entered_with_grad = False
+        self.in_full_precision = False
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
@@ -140,6 +142,11 @@ class Root:
         if self.uneven is not None:
             self.uneven.forward(with_grad=torch.is_grad_enabled())
         self.entered_with_grad = torch.is_grad_enabled()
+        self.in_full_precision = (
+            entry.config.mixed_precision.full_precision_in_eval
+            and not self.entered_with_grad
+            and not entry.module.training
+        )
         self._reshard_all()
         if entry.index == 0:
             self.order.start_iteration()
@@ -176,6 +183,7 @@ class Root:
         """The last unit of a forward is left: free what was gathered ahead and not used."""
         if not _torch.in_backward():
             self._entry_frame = None
+            self.in_full_precision = False
             self._order_is_agreed = self._order_is_agreed or not self.lockstep.on
             if self.lockstep.on:
                 self.lockstep.gather_all()
@@ -350,6 +358,7 @@ class Root:
         """Forget a step that failed half way; published gradients stay.  Collective: none."""
         self.stack.clear()
         self.usage.clear()
+        self.in_full_precision = False
         self._backward_frame = None
         # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
         self._abandoned.extend(self._in_flight)

@@ -15,15 +15,15 @@ from torch import nn
 from .. import _torch
 from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
+from ..comm.compression import Compression, NodeGroups, compressed
 from ..comm.entry import EntryGate, naming_failures
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ..errors import TrainingStateError, UsageError, describe
+from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 from ..names import join_names
 from . import precision
-from .buffers import GradBuffer
-from .guard import remember_accumulating, remember_left_behind
-from .reduction import Accumulated, Mark, collect
+from .gradients import Gradients
+from .guard import remember_left_behind
 
 if TYPE_CHECKING:
     from .root import Root
@@ -94,6 +94,10 @@ class Unit:
         unsharded_bytes: Size of the gathered parameters.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
+        buffer_masters: The buffers that were cast, as they were before; by module and name.
+        dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
+        rule_casts: The hooks around them.
+        in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
@@ -112,7 +116,10 @@ class Unit:
         self.module = module
         self.modules = tuple(modules)
         self.gate = gate
-        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.buffer_masters: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self.dtype_rules = precision.DtypeRules()
+        self.rule_casts: precision.RuleCasts | None = None
+        self.in_full_precision = False
         self.handles = tuple(handles)
         self.config = config
         self.shard = shard
@@ -124,6 +131,8 @@ class Unit:
         self.sync_gradients = True
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
+        self.compression: tuple[Compression, NodeGroups | None] | None = None
+        self._compressed: Collectives | None = None
         self.gradient_divisor: float | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
@@ -132,7 +141,7 @@ class Unit:
         self._backward_task: int | None = None
         self._open_uses = 0
         self._work: Work | None = None
-        self._accumulated: dict[FlatParamHandle, Accumulated] = {}
+        self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._find_attributes()
         self._prepare()
@@ -165,9 +174,13 @@ class Unit:
             modules,
             self.gate,
         )
-        for (module, name), dtype in self.buffer_dtypes.items():
-            made.buffer_dtypes[memo[id(module)], name] = dtype
+        for (module, name), master in self.buffer_masters.items():
+            made.buffer_masters[memo[id(module)], name] = master.clone()
+        if self.rule_casts is not None:
+            made.rule_casts = self.rule_casts.copied(made, memo)
         made.comm_hook, made.comm_hook_state = self.comm_hook, self.comm_hook_state
+        if self.compression is not None:
+            made.compress(*self.compression)
         made.gradient_divisor = self.gradient_divisor
         return made
 
@@ -184,6 +197,22 @@ class Unit:
         for handle in self.handles:
             handle.name_with(partial(join_names, name))
 
+    def compress(self, compression: Compression, nodes: NodeGroups | None) -> None:
+        """Compress what a step sends over the shard axis.  Collective: none; every rank calls it."""
+        self.compression = (compression, nodes)
+        if self.shard.size > 1:
+            device = self.config.device
+            self._compressed = compressed(self.shard, compression, nodes, device)
+            self._compressed.name_for_messages(self.name)
+
+    @property
+    def step_shard(self) -> Collectives:
+        """``shard`` for the gathers and reductions of a step: what it sends may be compressed.
+
+        State dicts and ``summon_full_params`` use ``shard``, which is exact.
+        """
+        return self.shard if self._compressed is None else self._compressed
+
     # -- residency -------------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
@@ -192,6 +221,8 @@ class Unit:
         Collective: every rank of the shard group.
         """
         if self.residency is Residency.SHARDED:
+            if self.in_full_precision is not self.root.in_full_precision:
+                self._switch_precision()
             self.root.before_gather(self)
             self._check_unchanged()
             self.residency = Residency.GATHERING
@@ -234,10 +265,25 @@ class Unit:
     def _show_sharded(self) -> None:
         if self._shows_leaves and self.residency is Residency.UNSHARDED:
             for handle in self._gathered:
+                if self._compressed is not None and handle.leaves_edited:
+                    raise self._edited_while_rounded(handle)
                 handle.keep_leaf_edits()
         self._shows_leaves = False
         for handle in self.handles:
             handle.expose_sharded()
+
+    def _edited_while_rounded(self, handle: FlatParamHandle) -> UnsupportedError:
+        return UnsupportedError(
+            describe(
+                "module code wrote into its gathered parameters in place, which are rounded: writing them back would "
+                "round the shards too",
+                unit=self.name,
+                fqn=handle.fqns[0],
+                remedy="Leave compress_communication's weights exact (weights=None), or write under "
+                "summon_full_params.",
+            ),
+            unit=self.name,
+        )
 
     def follow_user_changes(self) -> None:
         """Take over parameters that the user replaced, moved or (un)froze since the last forward.
@@ -278,19 +324,15 @@ class Unit:
     def _launch_gather(self) -> Work:
         for handle in self._gathered:
             handle.fill_own_slice()
-        return self.shard.all_gather(self._gathers)
+        return self.step_shard.all_gather(self._gathers)
 
     def _prepare(self) -> None:
         """Everything that stays the same from step to step."""
-        self._gathered = [handle for handle in self.handles if not handle.aliased]
+        self.in_full_precision = False
+        self._plan_gather()
         self._may_overflow = any(
             self.reduce_dtype(handle) is torch.float16 for handle in self.handles
         )
-        flats = [handle.unsharded.flat for handle in self._gathered]
-        self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
-        self._gathers = [
-            Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
-        ]
         leaves = [
             leaf
             for handle in self.handles
@@ -310,9 +352,28 @@ class Unit:
                 if not unit._missing:  # noqa: SLF001
                     unit._all_arrived()  # noqa: SLF001
 
-        self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
-        self._expected = len(leaves)
-        self._missing = self._expected
+        self._leaf_hooks = [
+            *self._hook_large(me)
+        ]  # before the hook that may find the unit complete
+        self._leaf_hooks += [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
+        self._expected: int = len(leaves)
+        self._missing: int = self._expected
+
+    def _plan_gather(self) -> None:
+        self._gathered = [handle for handle in self.handles if not handle.aliased]
+        flats = [handle.unsharded.flat for handle in self._gathered]
+        self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
+        self._gathers = [
+            Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
+        ]
+
+    def _switch_precision(self) -> None:
+        """Follow the root into or out of a forward in the shards' own dtype, which no backward follows."""
+        self.in_full_precision = self.root.in_full_precision
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for handle in self.handles:
+                handle.use_full_precision(wanted=self.in_full_precision)
+            self._plan_gather()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -326,6 +387,7 @@ class Unit:
         entering = not root.stack
         if entering:
             root.begin_forward(self)
+            entering = not _torch.in_backward()  # a recomputed unit is not the outermost one
         root.stack.append(self)
         if self.summoned:
             self._check_summoned_forward()
@@ -362,6 +424,8 @@ class Unit:
             self._after_use(output)
         if not root.stack:
             root.end_forward()
+            if not _torch.in_backward():
+                return precision.cast_output(self, output)
         return None
 
     def _after_use(self, output: Any) -> None:
@@ -466,12 +530,12 @@ class Unit:
         """
         changed = self._pre_forward(self.module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
-        output = None
+        output = cast = None
         try:
             output = method(*args, **kwargs)
         finally:
-            self._post_forward(self.module, args, output)
-        return output
+            cast = self._post_forward(self.module, args, output)
+        return output if cast is None else cast
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -511,11 +575,11 @@ class Unit:
             root.begin_backward()
         self._missing = self._expected
         self._backward_task = None
+        self.release()  # first, so that parameters and the buffer of their gradients are not held together
         if self.sync_gradients:
             root.reduce(self)
         else:
-            self._accumulate()
-        self.release()
+            self.gradients.keep()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
 
     # -- gradients -------------------------------------------------------------------------------------------------
@@ -542,6 +606,8 @@ class Unit:
     @property
     def postdivide(self) -> float:
         """What the sum is divided by, so that both divisions make the mean (or the sum over the set divisor)."""
+        if self.comm_hook is not None:  # it has averaged; over the shard axis only if there is one
+            return float(self.replicate.size) if self.is_sharded else 1.0
         ranks = self.root.ranks_averaged or self.world_size
         divisor = ranks if self.gradient_divisor is None else self.gradient_divisor
         return divisor / self.predivide
@@ -551,17 +617,15 @@ class Unit:
         """Ranks whose gradients are averaged."""
         return self.shard.size * self.replicate.size
 
-    def new_buffer(self, handle: FlatParamHandle) -> GradBuffer:
-        """A gradient buffer of its own, ``[padded_numel]`` reduce dtype."""
-        flat = torch.empty(
-            handle.layout.padded_numel, dtype=self.reduce_dtype(handle), device=handle.device
-        )
-        return GradBuffer(flat, handle.layout)
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the strategy shards parameters, over however many ranks."""
+        return self.config.strategy is not ShardingStrategy.NO_SHARD
 
     def run_comm_hook(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        """Let the registered communication hook reduce ``whole`` in place or into ``out``."""
+        """Let the registered communication hook average ``whole`` in place, or into ``out`` if the unit is sharded."""
         assert self.comm_hook is not None
-        if self.shard.size > 1:
+        if self.is_sharded:
             self.comm_hook(self.comm_hook_state, whole, out)
         else:
             self.comm_hook(self.comm_hook_state, whole)
@@ -579,45 +643,7 @@ class Unit:
     @property
     def accumulating(self) -> bool:
         """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
-        return bool(self._accumulated)
-
-    def _accumulate(self) -> None:
-        for handle in self.handles:
-            if not handle.requires_grad:
-                continue
-            earlier = self.take_accumulated(handle)
-            if earlier is None:
-                buffer = self.new_buffer(handle)
-                used = collect(handle, buffer, add=False)
-            else:
-                buffer = earlier.buffer
-                now = collect(handle, buffer, add=True)
-                used = [a or b for a, b in zip(now, earlier.used, strict=True)]
-            marks = [Mark.put_on(param) for param in handle.exposed]
-            self._accumulated[handle] = Accumulated(buffer, used, marks)
-        remember_accumulating(self)
-
-    def take_accumulated(self, handle: FlatParamHandle) -> Accumulated | None:
-        """What ``no_sync`` left for ``handle``, without the parameters whose gradient the user has zeroed since."""
-        kept = self._accumulated.pop(handle, None)
-        if kept is None:
-            return None
-        dropped = [
-            mark.take_off(param) for param, mark in zip(handle.exposed, kept.marks, strict=True)
-        ]
-        if handle.orig_mode:
-            # An empty piece shows nothing of a zero_(); the user zeroes all parameters of a unit or none.
-            held = [piece.in_shard.numel for piece in handle.pieces]
-            rest = any(d for d, numel in zip(dropped, held, strict=True) if numel)
-            dropped = [d or (rest and not n) for d, n in zip(dropped, held, strict=True)]
-        if all(dropped):
-            return None
-        if handle.orig_mode:
-            for index, is_dropped in enumerate(dropped):
-                if is_dropped:
-                    kept.buffer.views[index].zero_()
-                    kept.used[index] = False
-        return kept
+        return self.gradients.kept
 
     def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the unit's own modules, with the module that holds it and its name there."""
@@ -632,9 +658,7 @@ class Unit:
         """Forget a step that failed half way: gradients on the leaves, exposure, gathered parameters."""
         self._active = 0
         self._missing = self._expected
-        for handle in self.handles:
-            for leaf in handle.unsharded.leaves:
-                leaf.grad = None
+        self.gradients.reset()
         if not self.summoned:
             self._show_sharded()
         self.reshard()

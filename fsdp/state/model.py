@@ -220,8 +220,8 @@ class StateHooks:
         for name in _torch.buffer_table(module):
             key = prefix + name
             if key in state_dict:
-                state_dict[key] = precision.restore_dtype(
-                    state_dict[key], self._unit.buffer_dtypes, (module, name)
+                state_dict[key] = precision.whole_buffer(
+                    state_dict[key], self._unit.buffer_masters, (module, name)
                 )
                 self._keep(state_dict, key)
         for name in _torch.parameter_table(module):
@@ -286,6 +286,11 @@ class StateHooks:
             check_loadable(module, state_dict)  # a load that began here and not at the wrapper
         if module is self._unit.module:
             self._loading_local = self._load_local(state_dict, prefix, error_msgs)
+        for name in _torch.buffer_table(module):
+            master = self._unit.buffer_masters.get((module, name))
+            value = state_dict.get(prefix + name)
+            if master is not None and value is not None and value.shape == master.shape:
+                master.copy_(value.detach())
         for entry in self._entries[module]:
             key = prefix + entry.name
             if self._loading_local and entry.handle.orig_mode:
