@@ -361,13 +361,19 @@ def group_of_all(root: Root, group: ProcessGroup) -> ProcessGroup:
 
 
 def check_joinable(root: Root, *, by_all: bool) -> None:
-    """Raise if gradients can not be divided as asked.
+    """Raise if gradients can not be divided as asked, or ranks without data can not follow.
 
     Collective: none.
 
     Raises:
-        UnsupportedError: If a communication hook divides them.
+        UnsupportedError: If a communication hook divides them, or gathers of a backward differ from a forward's.
     """
+    compression = root.units[0].compression
+    if compression is not None and compression[0].secondary_shard:
+        raise UnsupportedError(
+            "Compression(secondary_shard=True) gathers in another way in backward, and ranks without data have none: "
+            "leave secondary_shard out to use Join."
+        )
     if root.units[0].comm_hook is not None and not by_all:
         raise UnsupportedError(
             "a communication hook divides gradients by all ranks, so Join can not divide by those that have data: "

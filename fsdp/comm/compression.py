@@ -1,0 +1,140 @@
+"""What users ask of compressed communication, and the collectives that do it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, describe
+from .collectives import Collectives
+from .process_group import collectives_for
+from .quantized import Blocks, Hops, QuantizedCollectives
+from .secondary import SecondaryShards
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = ["Compression", "NodeGroups", "compressed", "node_groups"]
+
+_BITS = {"int8": 8, "int4": 4}
+_SMALLEST_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How the wrapper compresses what it sends; see docs/how-to/compress-communication.md.
+
+    Attributes:
+        weights: ``"int8"`` rounds gathered parameters; None leaves them exact.
+        gradients: ``"int8"`` or ``"int4"`` rounds gradients on the wire, sums are float32; None leaves them exact.
+        block_size: Elements that share a scale; even, at least 16.
+        error_feedback: Add what rounding took from a gradient to the next one of the same unit.
+        ranks_per_node: Sum gradients inside a node first.  None: at once, or, with ``secondary_shard``, what
+            ``LOCAL_WORLD_SIZE`` (set by torchrun) says.
+        secondary_shard: Gather from the ranks of this node in backward.
+
+    Raises:
+        ConfigError: If a value is none of these, or a feature is asked for that would have nothing to work on.
+
+    Example:
+        >>> model.compress_communication(
+        ...     Compression(weights="int8", gradients="int4")
+        ... )  # doctest: +SKIP
+    """
+
+    weights: str | None = "int8"
+    gradients: str | None = "int8"
+    block_size: int = 256
+    error_feedback: bool = False
+    ranks_per_node: int | None = None
+    secondary_shard: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what can not be."""
+        if self.weights not in (None, "int8"):
+            raise ConfigError(f"weights={self.weights!r}: expected 'int8' or None.")
+        if self.gradients not in (None, "int8", "int4"):
+            raise ConfigError(f"gradients={self.gradients!r}: expected 'int8', 'int4' or None.")
+        size = self.block_size
+        if type(size) is not int or size < _SMALLEST_BLOCK or size % 2:
+            raise ConfigError(f"block_size={size!r}: expected an even number, at least 16.")
+        if self.error_feedback and self.gradients is None:
+            raise ConfigError("error_feedback=True needs rounded gradients: set gradients.")
+        if self.weights is None and self.gradients is None and not self.secondary_shard:
+            raise ConfigError("Compression asks for nothing: set weights, gradients or both.")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node={self.ranks_per_node!r}: expected at least 1.")
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether ranks have to know which of them share a node."""
+        return self.ranks_per_node is not None or self.secondary_shard
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups:
+    """A shard group seen as nodes.
+
+    Attributes:
+        inside: This node's ranks.
+        across: The ranks with this one's place in every node.
+    """
+
+    inside: ProcessGroup
+    across: ProcessGroup
+
+
+def node_groups(group: ProcessGroup, compression: Compression) -> NodeGroups:
+    """Divide ``group`` into nodes of neighbouring ranks.
+
+    Collective: every rank of ``group``.
+
+    Raises:
+        ConfigError: If its size is no multiple of the ranks of a node.
+    """
+    local = compression.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    size, rank = group.size(), group.rank()
+    if not local or size % local:
+        raise ConfigError(
+            describe(
+                f"cannot divide a shard group of {size} ranks into nodes of {local}",
+                remedy="Pass ranks_per_node, a divisor of the shard group's size.",
+            )
+        )
+    ranks = dist.get_process_group_ranks(group)
+    first = rank - rank % local
+    inside = dist.new_group(ranks[first : first + local], use_local_synchronization=True)
+    across = dist.new_group(ranks[rank % local :: local], use_local_synchronization=True)
+    return NodeGroups(inside, across)
+
+
+def compressed(
+    exact: Collectives, compression: Compression, nodes: NodeGroups | None, device: torch.device
+) -> Collectives:
+    """What a unit's gathers and reductions go through in a step, over ``exact``.
+
+    Collective: none.
+    """
+    hops = inside = None
+    if nodes is not None:
+        inside = collectives_for(nodes.inside, device)
+        if compression.ranks_per_node is not None and compression.gradients is not None:
+            hops = Hops(inside, collectives_for(nodes.across, device))
+    rounded: Collectives = QuantizedCollectives(
+        exact,
+        weights=_blocks(compression.weights, compression.block_size),
+        gradients=_blocks(compression.gradients, compression.block_size),
+        hops=hops,
+        error_feedback=compression.error_feedback,
+    )
+    if not compression.secondary_shard or inside is None:
+        return rounded
+    return SecondaryShards(rounded, inside)
+
+
+def _blocks(kind: str | None, size: int) -> Blocks | None:
+    return None if kind is None else Blocks(_BITS[kind], size)
