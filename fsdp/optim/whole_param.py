@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError, UsageError, describe, name_some
+from ..flat.parameter import set_grad
 from ..runtime.held import Held, held_params, units_in
 from .whole_matrices import Bucket, Matrix, Transfer, assign_owners, buckets_of, grad_piece
 
@@ -340,7 +341,7 @@ class _Inner:
             if handle is not None and not handle.orig_mode:
                 span = handle.pieces[one.item.index].in_shard
                 one.param.data = handle.shard[span.start : span.stop]
-                one.param.grad = grad_piece(one.item)
+                set_grad(one.param, grad_piece(one.item))
                 touched.append(one)
         self.optimizer.step()
         for one in touched:

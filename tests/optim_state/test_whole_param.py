@@ -11,8 +11,10 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, checkpoint
 from fsdp.errors import CheckpointError, ConfigError, UsageError
 from fsdp.optim import WholeParamOptimizer
 from fsdp.optim.whole_matrices import assign_owners
@@ -21,6 +23,7 @@ from tests.optim_state.worlds import (
     assert_equal,
     build,
     one_step,
+    part,
     wrap,
 )
 from tests.support.ranks import run_ranks
@@ -178,6 +181,54 @@ def stop_and_go_on():
 
 def test_resuming_in_the_same_form_is_bitwise():
     run_ranks(stop_and_go_on, 2)
+
+
+def through_a_checkpoint(folder, form, steps, start):
+    model = wrap(form)
+    optimizer = make(model, "shampoo")
+    if start:
+        checkpoint.load(folder / "saved", model, optimizer)
+    for step in range(start, start + steps):
+        one_step(model, optimizer, step)
+    if not start:
+        checkpoint.save(folder / "saved", model, optimizer)
+    return model.state_dict()
+
+
+def test_its_state_goes_through_checkpoints(tmp_path):
+    run_ranks(through_a_checkpoint, 2, tmp_path, Form(2), 2, 0)
+    resumed = run_ranks(through_a_checkpoint, 3, tmp_path, Form(3, True, "every"), 2, 2)[0]
+    assert_near(dense("shampoo", 4), resumed, "shampoo")
+
+
+def low_precision():
+    """Gradients in another dtype than parameters travel as they are."""
+    for use_orig_params in (False, True):
+        for keep in (False, True):
+            precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keep)
+            model = FSDP(
+                build().float(), mixed_precision=precision, use_orig_params=use_orig_params
+            )
+            sgd = torch.optim.SGD  # takes gradients of any dtype
+            optimizer = WholeParamOptimizer(model, sgd, lr=0.1, elementwise=sgd)
+            before = model.state_dict()
+            model(part(dist.get_rank(), 0)).square().mean().backward()
+            optimizer.step()
+            after = model.state_dict()
+            assert all(value.dtype is torch.float32 for value in after.values())
+            assert not torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
+            yield after
+
+
+def compare_low_precision():
+    first, *others = low_precision()
+    for other in others:
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_mixed_precision_and_low_precision_gradients_work():
+    run_ranks(compare_low_precision, 2)
 
 
 def share_of_work(form):
