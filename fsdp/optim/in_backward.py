@@ -32,13 +32,19 @@ def apply_optimizer_in_backward(
     """Let every backward step the optimizer, unit by unit, and free the gradients.
 
     The optimizer stays an ordinary one: schedulers attach to it, and ``FSDP.optim_state_dict`` saves it.  It must
-    update each parameter from that parameter's own gradient and state alone.  Do not call its ``step`` or
-    ``zero_grad``, nor ``clip_grad_norm_``: after a backward no gradient is left.  Loss scaling, which must see all
-    gradients before any step, can not be combined with this.
+    update each parameter from that parameter's own gradient and state alone.  Do not call ``clip_grad_norm_``: after
+    a backward no gradient of a unit is left.  Loss scaling, which must see all gradients before any step, can not be
+    combined with this.
+
+    Parameters that no unit manages keep their gradients: average those over ranks and call ``optimizer.step``, which
+    then steps nothing else.
 
     Accumulation: inside ``model.no_sync()`` nothing is reduced and nothing stepped; the backward after it steps with
     the sum.  That keeps unsharded gradients; ``accumulation_steps`` keeps sharded ones instead, and steps in every
     that-many-th backward.
+
+    Parameters that no unit manages keep their gradients: average those over ranks and call ``optimizer.step``, which
+    then steps nothing else.
 
     Clipping: the norm over all gradients is known only when the last unit has been stepped, so with ``max_norm``
     gradients are scaled by what the norm of the *previous* step asks for.  The first step is not clipped.
@@ -123,7 +129,6 @@ class OptimizerInBackward:
                     remedy="Build it from model.parameters() after wrapping.",
                 )
             )
-        self._unmanaged = frozenset(held - managed)
         wide = any(param.dtype is torch.float64 for param in held)
         self._norm_dtype = torch.float64 if wide else torch.float32
         self._reduced: set[Unit] = set()
@@ -147,12 +152,12 @@ class OptimizerInBackward:
             _torch.queue_end_of_backward(self._end)
         self._reduced.add(unit)
         if self._backwards == self._accumulation_steps:
-            self._step(self._members[unit], unit)
+            self._step(unit)
 
     @torch.no_grad()
-    def _step(self, members: frozenset[nn.Parameter], unit: Unit | None) -> None:
-        """Clip, step and free those of ``members`` that have a gradient."""
-        ready = {param for param in members if param.grad is not None}
+    def _step(self, unit: Unit) -> None:
+        """Clip, step and free the parameters of ``unit`` that have a gradient."""
+        ready = {param for param in self._members[unit] if param.grad is not None}
         if not ready:
             return
         if self._max_norm is not None:
@@ -170,21 +175,20 @@ class OptimizerInBackward:
         for param in ready:
             param.grad = None
 
-    def _clip(self, grads: list[torch.Tensor], unit: Unit | None) -> None:
+    def _clip(self, grads: list[torch.Tensor], unit: Unit) -> None:
         """Add to the norm of this step, and scale by that of the step before."""
         assert self._max_norm is not None
         norms = _torch.foreach_norm(grads, 2.0, self._norm_dtype)
         device = self._units[0].config.device
         square = torch.stack([norm.to(device) for norm in norms if norm.numel()]).square().sum()
-        key = None if unit is None else unit.group_key
-        before = self._squares.get(key)
-        self._squares[key] = square if before is None else before + square
+        before = self._squares.get(unit.group_key)
+        self._squares[unit.group_key] = square if before is None else before + square
         if self.norm is not None:
             factor = torch.clamp(self._max_norm / (self.norm + _EPSILON), max=1.0)
             _torch.foreach_mul(grads, factor.to(grads[0].device))
 
     def _end(self) -> None:
-        """The backward is over: step what came late or belongs to no unit, and agree on the norm."""
+        """The backward is over: step what ranks only now agreed to have used, and agree on the norm."""
         if not self._running:
             return
         self._running = False
@@ -192,9 +196,8 @@ class OptimizerInBackward:
         if self._backwards < self._accumulation_steps:
             return
         self._backwards = 0
-        for unit, members in self._members.items():
-            self._step(members, unit)
-        self._step(self._unmanaged, None)
+        for unit in self._units:
+            self._step(unit)
         self.steps += 1
         if self._max_norm is not None:
             self.norm = self._agree_on_norm()
@@ -203,7 +206,7 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _agree_on_norm(self) -> torch.Tensor:
         nothing = torch.zeros((), dtype=self._norm_dtype, device=self._units[0].config.device)
-        total = self._squares.get(None, nothing)
+        total = nothing
         groups = {unit.group_key: unit.shard for unit in self._units}
         for key, shard in groups.items():
             square = self._squares.get(key, nothing).clone()

@@ -5,13 +5,17 @@ Oracle: an identical wrapped model whose optimizer steps after each backward, bi
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import ConfigError, UsageError
 from fsdp.optim import apply_optimizer_in_backward
-from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, part, wrap
+from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, part, unmanaged, wrap
 from tests.support.ranks import run_ranks
 
 FORMS = [
@@ -30,6 +34,22 @@ def pair(form, name="adam-amsgrad", **options):
     return model, optimizer, apply_optimizer_in_backward(model, optimizer, **options), twin, other
 
 
+def step_the_rest(model, optimizer):
+    """What no unit manages is left to the user; of the units nothing is left."""
+    rest = unmanaged(model)
+    assert all(param.grad is None for param in set(model.parameters()) - set(rest))
+    average(rest)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def average(params):
+    for param in params:
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+
+
 def loss_of(model, step, number=0):
     rank = model.rank if hasattr(model, "rank") else 0
     return model(part(10 * number + rank, step)).square().mean()
@@ -45,8 +65,9 @@ def check_same_as_after(form, name):
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, other)]
     for step in range(3):
         loss_of(model, step).backward()
-        assert all(param.grad is None for param in model.parameters())
+        step_the_rest(model, optimizer)
         loss_of(twin, step).backward()
+        average(unmanaged(twin))
         other.step()
         other.zero_grad()
         for schedule in schedules:
@@ -61,7 +82,7 @@ def test_it_equals_steps_after_the_backward(form):
 
 
 def accumulates(form, steps):
-    model, _, applied, twin, other = pair(form, accumulation_steps=steps)
+    model, optimizer, applied, twin, other = pair(form, accumulation_steps=steps)
     for step in range(3):
         for number in range(3):
             if steps == 1 and number < 2:
@@ -75,9 +96,10 @@ def accumulates(form, steps):
                     loss_of(twin, step, number).backward()
             else:
                 loss_of(twin, step, number).backward()
+        step_the_rest(model, optimizer)
+        average(unmanaged(twin))
         other.step()
         other.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
     assert_equal(twin.state_dict(), model.state_dict())
 
 
@@ -87,12 +109,23 @@ def test_accumulation_steps_with_the_sum(form, steps):
     run_ranks(accumulates, 2, form, steps)
 
 
+class _NoStep:
+    def step(self):
+        """Leave what no unit manages as it is."""
+
+    zero_grad = step
+
+
 def clips(form):
     model, _, applied, twin, other = pair(form, "momentum", max_norm=0.01)
     before = None
     for step in range(4):
         loss_of(model, step).backward()
         loss_of(twin, step).backward()
+        rest = unmanaged(twin)
+        for param in rest:  # whose norm is the user's affair
+            param.grad = None
+        step_the_rest(model, _NoStep())
         norm = twin.clip_grad_norm_(float("inf"))
         for param in twin.parameters():
             if param.grad is not None and before is not None:
@@ -158,7 +191,7 @@ def after_a_failure():
     for step in range(2):
         loss_of(model, step).backward()
     assert applied.steps == 2
-    assert all(param.grad is None for param in model.parameters())
+    step_the_rest(model, _NoStep())
 
 
 def test_a_failed_backward_is_forgotten():
@@ -184,3 +217,35 @@ def refuses():
 
 def test_misuse_is_refused_and_it_can_be_undone():
     run_ranks(refuses, 2)
+
+
+class Choosy(nn.Module):
+    """Uses one of two layers, as the rank says; with original parameters ranks agree at the end of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x, choice):
+        return self.both[choice](x)
+
+
+def differing_use():
+    torch.manual_seed(0)
+    model, twin = (FSDP(copy.deepcopy(Choosy()), use_orig_params=True) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, twin))
+    apply_optimizer_in_backward(model, optimizer)
+    for step in range(2):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
+        model(x, dist.get_rank()).sum().backward()
+        twin(x, dist.get_rank()).sum().backward()
+        other.step()
+        other.zero_grad()
+    assert_equal(twin.state_dict(), model.state_dict())
+    assert_equal(FSDP.optim_state_dict(twin, other), FSDP.optim_state_dict(model, optimizer))
+    assert "both.2.weight" not in FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+def test_parameters_that_only_some_ranks_used_are_stepped_on_all():
+    run_ranks(differing_use, 2)
