@@ -23,6 +23,7 @@ from .errors import FsdpError, FsdpWarning
 from .flat.parameter import FlatParameter
 from .names import clean_tensor_name
 from .optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from .optim.groups import split_decay_groups
 from .wrapper import FullyShardedDataParallel
 
 __version__ = "0.1.0"
@@ -51,4 +52,5 @@ __all__ = [
     "clean_tensor_name",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "split_decay_groups",
 ]

@@ -335,3 +335,22 @@ def device_generator(device: torch.device) -> torch.Generator:
     index = device.index if device.index is not None else module.current_device()
     generator: torch.Generator = module.default_generators[index]
     return generator
+
+
+def any_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a user registered a gradient hook of either kind on any of ``tensors``; nearly free.
+
+    Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
+    listed publicly.
+    """
+    return any([t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors])  # noqa: C419
+
+
+def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What ``tensor.register_hook`` was called with (see :func:`any_hooks`)."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`any_hooks`)."""
+    return list((tensor._post_accumulate_grad_hooks or {}).values())

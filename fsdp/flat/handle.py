@@ -193,10 +193,22 @@ class FlatParamHandle:
         )
 
     def name_with(self, name_of: Callable[[str], str]) -> None:
-        """Set how a name in the unit becomes a name in the unwrapped model (for messages and stand-ins)."""
+        """Set how a name in the unit becomes a name in the unwrapped model, for messages and stand-ins.
+
+        In orig mode the user's parameters then tell what they are whole: ``fsdp_fqn``, ``fsdp_shape``, ``fsdp_ndim``,
+        ``fsdp_numel``.
+        """
         self._name_of = name_of
-        for param, stand_in in zip(self.params, self._stand_ins, strict=True):
-            stand_in.fqn = name_of(param.fqn)
+        for managed, stand_in in zip(self.params, self._stand_ins, strict=True):
+            stand_in.fqn = name_of(managed.fqn)
+        if self.orig_mode:
+            for managed, slot in zip(self.params, self.layout.slots, strict=True):
+                vars(managed.param).update(
+                    fsdp_fqn=name_of(managed.fqn),
+                    fsdp_shape=torch.Size(slot.shape),
+                    fsdp_ndim=len(slot.shape),
+                    fsdp_numel=slot.span.numel,
+                )
 
     # -- residency -------------------------------------------------------------------------------------------------
 

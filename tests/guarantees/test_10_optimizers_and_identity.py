@@ -1,0 +1,203 @@
+"""What users attach to parameters stays: the objects, attributes, hooks, optimizers and groups by original shape.
+
+Identity, attributes and optimizers from before wrapping are proven in ``tests/dist/test_tied_and_identity.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import ShardingStrategy, split_decay_groups
+from fsdp.errors import ConfigError, UsageError
+from tests.support.compare import TRAINED, assert_close
+from tests.support.models import entry
+from tests.support.oracles import full_grads, wrap_entry
+from tests.support.ranks import run_ranks
+from tests.support.scripts import assert_same_gradients, batch, build, dense_grads, wrap
+
+STRATEGIES = ["FULL_SHARD", "NO_SHARD"]
+
+
+def doubled(grad):
+    return 2 * grad
+
+
+def gradient_hooks(strategy):
+    """A hook sees the whole gradient of this rank's data and may replace it; removed, it is gone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def script(model, rank_):
+        model(batch(rank_)).square().sum().backward()
+
+    dense = build()
+    mine = copy.deepcopy(dense)
+    script(mine, rank)
+    changed = copy.deepcopy(dense)
+    for name in ("blocks.1.up.weight", "inp.bias"):
+        changed.get_parameter(name).register_hook(doubled)
+    expected = {
+        name: None if grad is None else grad * (2 if name in ("blocks.1.up.weight", "inp.bias") else 1)
+        for name, grad in dense_grads(dense, script, world_size).items()
+    }
+    plain = dense_grads(dense, script, world_size)
+    for orig in (False, True):
+        model = build()
+        seen = []
+        weight = model.get_parameter("blocks.1.up.weight")
+        handles = [
+            weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone())),
+            weight.register_hook(doubled),
+            model.get_parameter("inp.bias").register_hook(doubled),
+        ]
+        model = wrap(model, use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy])
+        script(model, rank)
+        assert len(seen) == 1
+        torch.testing.assert_close(seen[0], mine.blocks[1].up.weight.grad)
+        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+        script(model, rank)
+        assert len(seen) == 1
+        assert_same_gradients(plain, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_hook_runs_on_the_whole_gradient_before_it_is_reduced(world_size, strategy):
+    run_ranks(gradient_hooks, world_size, strategy)
+
+
+def stepping_in_the_backward(strategy):
+    """An optimizer a parameter, stepped in its post-accumulate hook, trains as one optimizer after the backward."""
+    dense = build()
+    plain = torch.optim.SGD(dense.parameters(), lr=0.1)
+    world_size = dist.get_world_size()
+    for orig in (False, True):
+        model = wrap(
+            build(), use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy]
+        )
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        calls = []
+
+        def step(param, optimizers=optimizers, calls=calls):
+            assert param.grad.shape == param.shape
+            calls.append(param)
+            optimizers[param].step()
+            param.grad = None
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        with model.no_sync():
+            model(batch(dist.get_rank(), 7)).square().mean().backward()
+        assert not calls
+        model.zero_grad()
+        for number in range(2):
+            calls.clear()
+            model(batch(dist.get_rank(), number)).square().mean().backward()
+            held = [p for p in optimizers if p.numel()]
+            assert sorted(map(id, calls)) == sorted(map(id, held))
+        if not orig:
+            for number in range(2):
+                plain.zero_grad()
+                for rank in range(world_size):
+                    (dense(batch(rank, number)).square().mean() / world_size).backward()
+                plain.step()
+        state = model.state_dict()
+        assert_close(dense.state_dict(), state, TRAINED)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_post_accumulate_hook_runs_when_the_reduced_gradient_is_in_place(world_size, strategy):
+    run_ranks(stepping_in_the_backward, world_size, strategy)
+
+
+class OneRankUses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 3)
+        self.b = nn.Linear(5, 3)
+
+    def forward(self, x, both):
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def used_elsewhere():
+    model = wrap(build(OneRankUses), use_orig_params=True)
+    calls = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
+    model(batch(0), both=dist.get_rank() == 1).sum().backward()
+    held = [name for name, param in model.named_parameters() if param.numel()]
+    assert sorted(calls) == sorted(held)
+
+
+def test_it_runs_on_a_rank_that_did_not_use_the_parameter_but_holds_it():
+    run_ranks(used_elsewhere, 2)
+
+
+def refused_hooks():
+    model = build()
+    model.inp.weight.register_post_accumulate_grad_hook(print)
+    model = wrap(model)
+    with pytest.raises(UsageError, match="use_orig_params=True") as caught:
+        model(batch(0))
+    assert caught.value.fqn == "inp.weight"
+    model = wrap(build())
+    next(model.parameters()).register_hook(print)
+    with pytest.raises(UsageError, match="flat parameter"):
+        model(batch(0))
+
+
+def test_a_hook_that_would_never_run_is_an_error_in_the_first_forward():
+    run_ranks(refused_hooks, 2)
+
+
+def whole_shapes():
+    for name in ("mlp", "gpt_tied", "odd", "lora"):
+        item = entry(name)
+        before = {key: param.shape for key, param in item.build().named_parameters()}
+        model = wrap_entry(item, item.build(), use_orig_params=True)
+        for key, param in model.named_parameters():
+            assert param.fsdp_fqn == key
+            assert param.fsdp_shape == before[key]
+            assert param.fsdp_ndim == len(before[key])
+            assert param.fsdp_numel == before[key].numel()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_piece_says_what_it_is_a_piece_of(world_size):
+    run_ranks(whole_shapes, world_size)
+
+
+def decay():
+    for name in ("gpt_tied", "lora", "odd"):
+        item = entry(name)
+        dense = item.build()
+        expected = [
+            [key for key, p in dense.named_parameters() if p.requires_grad and (p.ndim >= 2) is wants]
+            for wants in (True, False)
+        ]
+        for model in (dense, wrap_entry(item, item.build(), use_orig_params=True)):
+            names = {param: key for key, param in model.named_parameters()}
+            groups = split_decay_groups(model, 0.5)
+            assert [[names[p] for p in group["params"]] for group in groups] == expected
+            assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+        with pytest.raises(ConfigError, match="use_orig_params=True"):
+            split_decay_groups(wrap_entry(item, item.build()))
+    flat = wrap(nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)))
+    groups = split_decay_groups(flat)
+    assert groups[0]["params"] == list(flat.parameters())
+    groups = split_decay_groups(flat, decays=lambda fqn, shape: False)
+    assert groups[1]["params"] == list(flat.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weight_decay_is_split_by_original_dimensions(world_size):
+    run_ranks(decay, world_size)
