@@ -22,6 +22,7 @@ __all__ = ["Compression", "NodeGroups", "compressed", "node_groups"]
 
 _BITS = {"int8": 8, "int4": 4}
 _SMALLEST_BLOCK = 16
+_ALIGNED = 8  # so that scales begin at a multiple of their width
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Compression:
     Attributes:
         weights: ``"int8"`` rounds gathered parameters; None leaves them exact.
         gradients: ``"int8"`` or ``"int4"`` rounds gradients on the wire, sums are float32; None leaves them exact.
-        block_size: Elements that share a scale; even, at least 16.
+        block_size: Elements that share a scale; a multiple of 8, at least 16.
         error_feedback: Add what rounding took from a gradient to the next one of the same unit.
         ranks_per_node: Sum gradients inside a node first.  None: at once, or, with ``secondary_shard``, what
             ``LOCAL_WORLD_SIZE`` (set by torchrun) says.
@@ -60,8 +61,8 @@ class Compression:
         if self.gradients not in (None, "int8", "int4"):
             raise ConfigError(f"gradients={self.gradients!r}: expected 'int8', 'int4' or None.")
         size = self.block_size
-        if type(size) is not int or size < _SMALLEST_BLOCK or size % 2:
-            raise ConfigError(f"block_size={size!r}: expected an even number, at least 16.")
+        if type(size) is not int or size < _SMALLEST_BLOCK or size % _ALIGNED:
+            raise ConfigError(f"block_size={size!r}: expected a multiple of 8, at least 16.")
         if self.error_feedback and self.gradients is None:
             raise ConfigError("error_feedback=True needs rounded gradients: set gradients.")
         if self.weights is None and self.gradients is None and not self.secondary_shard:

@@ -35,7 +35,7 @@ class Blocks:
 
     Attributes:
         bits: 8 or 4.
-        size: Numbers that share a scale; even.
+        size: Numbers that share a scale; a multiple of 8.
     """
 
     bits: int
