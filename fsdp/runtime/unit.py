@@ -24,6 +24,7 @@ from ..names import join_names
 from . import precision
 from .gradients import Gradients
 from .guard import remember_left_behind
+from .param_hooks import ParamHooks
 
 if TYPE_CHECKING:
     from .root import Root
@@ -143,6 +144,7 @@ class Unit:
         self._work: Work | None = None
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
+        self._param_hooks = ParamHooks()
         self._find_attributes()
         self._prepare()
         remember_left_behind(
@@ -298,6 +300,7 @@ class Unit:
                 for handle in changed:
                     handle.adopt_changes()
             self._prepare()
+        self._param_hooks.follow()
 
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
@@ -329,6 +332,9 @@ class Unit:
     def _prepare(self) -> None:
         """Everything that stays the same from step to step."""
         self.in_full_precision = False
+        for handle in self.handles:
+            handle.use_full_precision(wanted=False)
+        self._param_hooks.watch(self.handles)
         self._plan_gather()
         self._may_overflow = any(
             self.reduce_dtype(handle) is torch.float16 for handle in self.handles
@@ -352,10 +358,7 @@ class Unit:
                 if not unit._missing:  # noqa: SLF001
                     unit._all_arrived()  # noqa: SLF001
 
-        self._leaf_hooks = [
-            *self._hook_large(me)
-        ]  # before the hook that may find the unit complete
-        self._leaf_hooks += [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
+        self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected: int = len(leaves)
         self._missing: int = self._expected
 

@@ -13,6 +13,7 @@ import torch
 
 from ..comm.collectives import Collectives
 from ..flat.handle import FlatParamHandle
+from .param_hooks import run_post_accumulate_hooks
 from .reduction import publish
 
 __all__ = ["Usage", "agree"]
@@ -62,3 +63,4 @@ def agree(
     for handle, grad, here in usage.withheld:
         only_elsewhere = [a and not h for a, h in zip(anyone[handle], here, strict=True)]
         publish(handle, grad, only_elsewhere)
+        run_post_accumulate_hooks(handle, only_elsewhere)
