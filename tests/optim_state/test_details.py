@@ -71,6 +71,22 @@ def test_groups_schedulers_and_absent_state_survive_bitwise(form, name):
     run_ranks(stop_and_go_on, form.world_size, form, name)
 
 
+def groups_in_another_order(form):
+    model, optimizer, _ = made = make(form, "amsgrad")
+    saved = run(made, 1)[1]
+    first, _, rest = (group["params"] for group in optimizer.param_groups)
+    swapped = torch.optim.AdamW([{"params": rest}, {"params": first}], lr=0.9)
+    FSDP.optim_state_dict_to_load(model, swapped, saved, load_directly=True)
+    assert [group["lr"] for group in swapped.param_groups] == [0.05, 0.015]
+    assert swapped.param_groups[1]["mine"] == {"kept": [1, 2]}
+    assert_equal(saved["state"], FSDP.optim_state_dict(model, swapped)["state"])
+
+
+@pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
+def test_groups_are_found_by_the_names_in_them(form):
+    run_ranks(groups_in_another_order, 2, form)
+
+
 def launches(form, name, *, rank0_only=False, sharded=False):
     """Launches of one save, by kind, on this rank."""
     model = wrap(form)

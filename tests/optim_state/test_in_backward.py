@@ -15,6 +15,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import ConfigError, UsageError
 from fsdp.optim import apply_optimizer_in_backward
+from fsdp.runtime import root
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, part, unmanaged, wrap
 from tests.support.ranks import run_ranks
 
@@ -182,8 +183,9 @@ class Breaks(torch.autograd.Function):
 
 
 def after_a_failure():
-    model, _, applied, *_ = pair(Form(2))
-    hook = model.module.layers[0].register_forward_hook(lambda m, i, out: Breaks.apply(out))
+    root._SMALL_BYTES = 0  # small units too are reduced one after the other
+    model, _, applied, *_ = pair(Form(2, wrapping="every"))
+    hook = model.module.aside.register_forward_hook(lambda m, i, out: Breaks.apply(out))
     with pytest.raises(RuntimeError, match="on purpose"):
         loss_of(model, 0).backward()
     hook.remove()
