@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from ..errors import ConfigError, describe
+from ..errors import ConfigError
 from .collectives import Collectives
 from .process_group import collectives_for
 from .quantized import Blocks, Hops, QuantizedCollectives
 from .secondary import SecondaryShards
+from .topology import NodeGroups
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroup
-
-__all__ = ["Compression", "NodeGroups", "compressed", "node_groups"]
+__all__ = ["Compression", "compressed"]
 
 _BITS = {"int8": 8, "int4": 4}
 _SMALLEST_BLOCK = 16
@@ -74,43 +69,6 @@ class Compression:
     def needs_nodes(self) -> bool:
         """Whether ranks have to know which of them share a node."""
         return self.ranks_per_node is not None or self.secondary_shard
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGroups:
-    """A shard group seen as nodes.
-
-    Attributes:
-        inside: This node's ranks.
-        across: The ranks with this one's place in every node.
-    """
-
-    inside: ProcessGroup
-    across: ProcessGroup
-
-
-def node_groups(group: ProcessGroup, compression: Compression) -> NodeGroups:
-    """Divide ``group`` into nodes of neighbouring ranks.
-
-    Collective: every rank of ``group``.
-
-    Raises:
-        ConfigError: If its size is no multiple of the ranks of a node.
-    """
-    local = compression.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    size, rank = group.size(), group.rank()
-    if not local or size % local:
-        raise ConfigError(
-            describe(
-                f"cannot divide a shard group of {size} ranks into nodes of {local}",
-                remedy="Pass ranks_per_node, a divisor of the shard group's size.",
-            )
-        )
-    ranks = dist.get_process_group_ranks(group)
-    first = rank - rank % local
-    inside = dist.new_group(ranks[first : first + local], use_local_synchronization=True)
-    across = dist.new_group(ranks[rank % local :: local], use_local_synchronization=True)
-    return NodeGroups(inside, across)
 
 
 def compressed(

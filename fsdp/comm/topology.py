@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HYBRID_STRATEGIES", "Axes", "resolve_axes"]
+__all__ = ["HYBRID_STRATEGIES", "Axes", "NodeGroups", "node_groups", "resolve_axes"]
 
 HYBRID_STRATEGIES = (
     ShardingStrategy.HYBRID_SHARD,
@@ -134,3 +134,40 @@ def _node_groups() -> tuple[ProcessGroup, ProcessGroup]:
     assert shard is not None
     assert replicate is not None
     return shard, replicate
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups:
+    """A group seen as nodes of neighbouring ranks.
+
+    Attributes:
+        inside: This node's ranks.
+        across: The ranks with this one's place in every node.
+    """
+
+    inside: ProcessGroup
+    across: ProcessGroup
+
+
+def node_groups(group: ProcessGroup, ranks_per_node: int | None) -> NodeGroups:
+    """Divide ``group`` into nodes; of LOCAL_WORLD_SIZE ranks (set by torchrun) where ``ranks_per_node`` is None.
+
+    Collective: every rank of ``group``.
+
+    Raises:
+        ConfigError: If its size is no multiple of the ranks of a node.
+    """
+    local = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    size, rank = group.size(), group.rank()
+    if not local or size % local:
+        raise ConfigError(
+            describe(
+                f"cannot divide a group of {size} ranks into nodes of {local}",
+                remedy="Pass ranks_per_node, a divisor of the group's size.",
+            )
+        )
+    ranks = dist.get_process_group_ranks(group)
+    first = rank - rank % local
+    inside = dist.new_group(ranks[first : first + local], use_local_synchronization=True)
+    across = dist.new_group(ranks[rank % local :: local], use_local_synchronization=True)
+    return NodeGroups(inside, across)

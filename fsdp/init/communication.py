@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..comm.compression import Compression, NodeGroups, node_groups
-from ..comm.topology import Axes
+from ..comm.compression import Compression
+from ..comm.topology import Axes, NodeGroups, node_groups
 from ..errors import ConfigError, ConfigTypeError, TrainingStateError, UnsupportedError, describe
 from ..runtime.unit import Unit
 
@@ -53,7 +53,7 @@ def compress_units(axes: Mapping[Unit, Axes], compression: Compression) -> None:
         if compression.needs_nodes and group is not None and size > 1:
             if group not in nodes:
                 unit.gate.enter("compress_communication")
-                nodes[group] = node_groups(group, compression)
+                nodes[group] = node_groups(group, compression.ranks_per_node)
             of_group = nodes[group]
         unit.compress(compression, of_group)
 

@@ -15,8 +15,9 @@ from torch import nn
 from .. import _torch
 from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
-from ..comm.compression import Compression, NodeGroups, compressed
+from ..comm.compression import Compression, compressed
 from ..comm.entry import EntryGate, naming_failures
+from ..comm.topology import NodeGroups
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
 from ..flat.handle import FlatParamHandle
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Residency", "Unit", "UnitConfig"]
 
 
+_LONGEST_KEPT = 256
 _ATTRIBUTES_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -156,7 +158,11 @@ class Unit:
         self._pre_hook = module.register_forward_pre_hook(
             self._pre_forward, prepend=True, with_kwargs=True
         )
-        self._post_hook = module.register_forward_hook(self._post_forward, always_call=True)
+        self._post_hook = module.register_forward_hook(
+            self._post_forward, with_kwargs=True, always_call=True
+        )
+        self._forward_hooks_seen = 0
+        self._watched_inside: set[nn.Module] = set()
 
     def remove_hooks(self) -> None:
         """Take the unit's hooks off its module, for a module that is wrapped anew."""
@@ -396,6 +402,8 @@ class Unit:
             self._check_summoned_forward()
         else:
             self._unshard_for_forward()
+            if _torch.count_forward_hooks(self.modules) != self._forward_hooks_seen:
+                self._watch_user_hooks()
             if not self._expected and self._gathers and torch.is_grad_enabled():
                 self._hook_inputs((args, kwargs))
         return precision.cast_inputs(self, args, kwargs, entering=entering)
@@ -415,7 +423,9 @@ class Unit:
         self._show_leaves()
 
     @_torch.never_compiled
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         root = self.root
         if not root.stack or root.stack[-1] is not self:
             return None  # the forward failed before our own pre-forward hook ran
@@ -425,6 +435,7 @@ class Unit:
             if not self._active and not _torch.in_backward():
                 self._show_sharded()
             self._after_use(output)
+            self._hook_what_inputs_hold((*args, *kwargs.values()))
         if not root.stack:
             root.end_forward()
             if not _torch.in_backward():
@@ -471,15 +482,52 @@ class Unit:
                         base.grad_fn.register_prehook(self._pre_backward)
         return found
 
+    def _watch_user_hooks(self) -> None:
+        """Hook what users' forward hooks inside the unit see: they may keep it, and a backward may start there."""
+        for module in self.modules:
+            is_new = module is not self.module and module not in self._watched_inside
+            if is_new and _torch.count_forward_hooks([module]):
+                self._watched_inside.add(module)
+                module.register_forward_hook(self._after_inside)
+        self._forward_hooks_seen = _torch.count_forward_hooks(self.modules)
+
+    def _after_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._hook_inside((args, output))
+
+    def _hook_what_inputs_hold(self, inputs: tuple[Any, ...]) -> None:
+        """Hook what lists and dictionaries among the inputs hold, which the forward may have put there."""
+        if torch.is_grad_enabled():
+            for value in inputs:
+                if type(value) is list or type(value) is dict:
+                    self._hook_inside(value)
+
+    def _hook_inside(self, tree: Any) -> None:
+        for tensor in iter_tensors(tree):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._pre_backward_inside)
+
+    def _pre_backward_inside(self, *_: Any) -> None:
+        """A backward reaches something inside the unit, by way of the unit's outputs or not.
+
+        Nothing is gathered that the outputs would not have gathered: a hook may be on one rank only.
+        """
+        root = self.root
+        if root.backward_running and not root.backward_was_lost():
+            if self.residency is Residency.UNSHARDED or root.is_done(self):
+                return
+        self._pre_backward()
+
     def _kept_on_modules(self) -> list[torch.Tensor]:
         """Tensors that the forward left on the unit's modules (an auxiliary loss, say): a backward may start there."""
         tables = self._module_tables
         if sum(map(len, tables)) != self._module_table_sizes:
             self._find_attributes()
         return [
-            value
+            tensor
             for table, name in self._attributes
-            if isinstance(value := table.get(name), torch.Tensor) and value.grad_fn is not None
+            for tensor in _tensors_of(table.get(name))
+            if tensor.grad_fn is not None
         ]
 
     def _find_attributes(self) -> None:
@@ -537,7 +585,7 @@ class Unit:
         try:
             output = method(*args, **kwargs)
         finally:
-            cast = self._post_forward(self.module, args, output)
+            cast = self._post_forward(self.module, args, kwargs, output)
         return output if cast is None else cast
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -665,6 +713,15 @@ class Unit:
         if not self.summoned:
             self._show_sharded()
         self.reshard()
+
+
+def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    """A tensor, or those in a short list, tuple or dictionary; longer ones hold something else than intermediates."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if type(value) in (list, tuple, dict) and 0 < len(value) <= _LONGEST_KEPT:
+        return iter_tensors(value)
+    return ()
 
 
 class _Once:

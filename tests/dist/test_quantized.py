@@ -18,11 +18,12 @@ from torch.distributed.algorithms.join import Join
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.comm.collectives import Gather, Reduce
-from fsdp.comm.compression import Compression, compressed, node_groups
+from fsdp.comm.compression import Compression, compressed
 from fsdp.comm.hooks import DefaultState, reduce_scatter_hook
 from fsdp.comm.process_group import collectives_for
 from fsdp.comm.quantized import Blocks, Hops, QuantizedCollectives
 from fsdp.comm.recording import Recording
+from fsdp.comm.topology import node_groups
 from fsdp.errors import ConfigError, ConfigTypeError, TrainingStateError, UnsupportedError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import GptBlock, MlpBlock, entry
@@ -123,7 +124,7 @@ def reduced(bits, ranks_per_node, dtype):
     compression = Compression(
         weights=None, gradients=f"int{bits}", block_size=BLOCK, ranks_per_node=ranks_per_node
     )
-    nodes = node_groups(dist.group.WORLD, compression) if ranks_per_node else None
+    nodes = node_groups(dist.group.WORLD, ranks_per_node) if ranks_per_node else None
     wire = compressed(collectives_for(dist.group.WORLD, CPU), compression, nodes, CPU)
     whole = gradient(rank, world * numel).to(dtype)
     before = whole.clone()
@@ -158,7 +159,7 @@ def exact_where_representable(ranks_per_node):
     """Small integers are exact in every hop, so a misplaced row shows."""
     world, rank, numel = dist.get_world_size(), dist.get_rank(), BLOCK
     compression = Compression(weights=None, block_size=BLOCK, ranks_per_node=ranks_per_node)
-    nodes = node_groups(dist.group.WORLD, compression)
+    nodes = node_groups(dist.group.WORLD, ranks_per_node)
     wire = compressed(collectives_for(dist.group.WORLD, CPU), compression, nodes, CPU)
     # Rank r contributes r + 1 to row 0, 10 * (r + 1) to row 1, ...
     whole = torch.cat([torch.full((numel,), (r + 1) * (rank + 1.0)) for r in range(world)])
@@ -482,9 +483,7 @@ def refused():
     inner = next(w for w in FSDP.fsdp_modules(model) if w is not model)
     with pytest.raises(TrainingStateError, match="only be called on a root"):
         inner.compress_communication(compression)
-    with pytest.raises(
-        ConfigError, match=r"shard group of 2 ranks into nodes of 3.*ranks_per_node"
-    ):
+    with pytest.raises(ConfigError, match=r"a group of 2 ranks into nodes of 3.*ranks_per_node"):
         model.compress_communication(Compression(ranks_per_node=3))
     model.compress_communication(compression)
     with pytest.raises(TrainingStateError, match="compressed already"):

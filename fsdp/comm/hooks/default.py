@@ -1,23 +1,15 @@
-"""Communication hooks for gradients, and the states they need.
-
-A hook is called as ``hook(state, grad, output)`` for sharded units: reduce ``grad`` ``[world_size * n]`` over the
-group and leave this rank's slice of the mean in ``output`` ``[n]``; and as ``hook(state, grad)`` for ``NO_SHARD``:
-average ``grad`` in place.  What ``grad`` holds after the three-argument call is undefined.
-
-The hooks here work on gloo and NCCL, and return when ``output`` may be read (by the host on the CPU, by the current
-stream elsewhere).
-"""
+"""The default hooks, and those that send fewer bits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, ConfigTypeError, ShardMismatchError
-from .collectives import Reduce
-from .process_group import collectives_for
+from ...errors import ConfigError, ConfigTypeError, ShardMismatchError
+from ..collectives import Collectives, Reduce
+from ..process_group import collectives_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -71,7 +63,14 @@ class DefaultState:
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor = self._get_gradient_predivide_factor(self.world_size)
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        self.collectives: dict[torch.device, Any] = {}
+        self.collectives: dict[torch.device, Collectives] = {}
+
+    def collectives_on(self, device: torch.device) -> Collectives:
+        """The group's collectives for tensors on ``device``; kept, because their launches are counted."""
+        found = self.collectives.get(device)
+        if found is None:
+            found = self.collectives[device] = collectives_for(self.process_group, device)
+        return found
 
     @staticmethod
     def _get_gradient_predivide_factor(world_size: int) -> float:
@@ -118,7 +117,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
     Collective: every rank of the group.
     """
     grad.div_(state.gradient_predivide_factor)
-    _collectives(state, grad).all_reduce([grad]).wait()
+    state.collectives_on(grad.device).all_reduce([grad]).wait()
     grad.div_(state.gradient_postdivide_factor)
 
 
@@ -137,7 +136,9 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
         )
     whole = grad.div_(state.gradient_predivide_factor).view(-1)
     slices = whole.split(output.numel()) if output.numel() else ()
-    _collectives(state, grad).reduce_scatter([Reduce(whole, slices, output.view(-1))]).wait()
+    state.collectives_on(grad.device).reduce_scatter(
+        [Reduce(whole, slices, output.view(-1))]
+    ).wait()
     output.div_(state.gradient_postdivide_factor)
 
 
@@ -183,11 +184,3 @@ def _deliver(mean: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> No
         target.copy_(mean)
     else:
         target.data = mean.to(dtype)
-
-
-def _collectives(state: DefaultState, grad: torch.Tensor) -> Any:
-    """The collectives of the state's group; kept, because their launches are counted."""
-    found = state.collectives.get(grad.device)
-    if found is None:
-        found = state.collectives[grad.device] = collectives_for(state.process_group, grad.device)
-    return found
