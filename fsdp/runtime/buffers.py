@@ -9,6 +9,8 @@ from ..flat.views import layout_views
 
 __all__ = ["BufferPool", "GradBuffer"]
 
+_SMALL_BYTES = 4 << 20
+
 
 class GradBuffer:
     """An unsharded gradient ``[padded_numel]`` with one view a parameter and one slice a rank.
@@ -56,32 +58,37 @@ class _Arena:
         return buffer
 
 
+_Place = tuple[torch.dtype, torch.device, int]
+
+
 class BufferPool:
-    """Arenas by dtype and device; a steady step takes and gives back without allocating."""
+    """Arenas by dtype, device and size class; a steady step over equal units takes and gives back without allocating.
+
+    A size class spans a factor of two.  Large arenas that one layout alone would use (the root's, say) are not kept:
+    they would stand idle through the whole step.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[_Arena]] = {}
-        self._taken: dict[int, tuple[tuple[torch.dtype, torch.device], _Arena]] = {}
-        self._largest: dict[tuple[torch.dtype, torch.device], int] = {}
+        self._free: dict[_Place, list[_Arena]] = {}
+        self._taken: dict[int, tuple[_Place, _Arena]] = {}
+        self._layouts: dict[_Place, dict[int, int]] = {}
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         """A buffer for ``layout``; give it back when nothing reads it any more."""
-        key = (dtype, device)
-        largest = max(self._largest.get(key, 0), layout.padded_numel)
-        self._largest[key] = largest
-        free = self._free.setdefault(key, [])
+        numel = layout.padded_numel
+        place = (dtype, device, numel.bit_length())
+        layouts = self._layouts.setdefault(place, {})
+        layouts[id(layout)] = numel
+        free = self._free.setdefault(place, [])
         arena = free.pop() if free else None
-        if arena is None or arena.memory.numel() < layout.padded_numel:
-            arena = _Arena(largest, dtype, device)
+        if arena is None or arena.memory.numel() < numel:
+            arena = _Arena(max(layouts.values()), dtype, device)
         buffer = arena.buffer(layout)
-        self._taken[id(buffer)] = (key, arena)
+        self._taken[id(buffer)] = (place, arena)
         return buffer
 
     def give_back(self, buffer: GradBuffer) -> None:
         """Return what :meth:`take` gave."""
-        key, arena = self._taken.pop(id(buffer))
-        self._free[key].append(arena)
-
-    def clear(self) -> None:
-        """Drop the free arenas."""
-        self._free.clear()
+        place, arena = self._taken.pop(id(buffer))
+        if len(self._layouts[place]) > 1 or arena.memory.nbytes <= _SMALL_BYTES:
+            self._free[place].append(arena)

@@ -259,6 +259,10 @@ class Root:
                     return
                 ahead.start_unshard()
 
+    def is_done(self, unit: Unit) -> bool:
+        """Whether the running backward has reduced the gradients of ``unit``."""
+        return unit.index in self._backward_done
+
     def reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` have arrived: reduce them, now or when their turn comes."""
         self._backward_done.add(unit.index)

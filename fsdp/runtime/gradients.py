@@ -1,0 +1,195 @@
+"""A unit's gradients on this rank before they are reduced: on the leaves, in a buffer, or kept by ``no_sync``.
+
+::
+
+    leaf.grad --collect (copy, cast)--> buffer --take--> Reduction
+                                          |  ^
+                                    keep  v  |  the next backward
+                                        kept gradients, each exposed parameter marked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..errors import UsageError, describe
+from ..flat.handle import FlatParamHandle
+from .buffers import GradBuffer
+from .guard import remember_accumulating
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["LARGE_BYTES", "Collected", "Gradients"]
+
+LARGE_BYTES = (
+    16 << 20
+)  # a gradient of this size is collected as it arrives, so that it is not held twice with others
+
+
+@dataclass(slots=True)
+class Collected:
+    """Gradients of one handle, in a buffer.
+
+    Attributes:
+        buffer: ``[padded_numel]`` reduce dtype.
+        used: For each parameter whether its slot holds a gradient; a slot that does not holds anything.
+        pooled: Whether ``buffer`` goes back to the pool.
+    """
+
+    buffer: GradBuffer
+    used: list[bool]
+    pooled: bool
+
+    def clear_unused(self) -> None:
+        """Zero what holds no gradient, before the whole buffer is sent."""
+        if False in self.used:
+            for view, is_used in zip(self.buffer.views, self.used, strict=True):
+                if not is_used:
+                    view.zero_()
+
+
+@dataclass(slots=True)
+class _Mark:
+    """The gradient a parameter shows while its new one is still unsharded; a user's ``zero_grad`` leaves a trace on it.
+
+    Attributes:
+        grad: The gradient it had before, or NaN if it had none.
+        version: That tensor's version.
+        invented: Whether it had none.
+        nonzero: Whether any element was not zero; if none was, zeroing can not be told from other writes.
+    """
+
+    grad: torch.Tensor
+    version: int
+    invented: bool
+    nonzero: bool
+
+    @classmethod
+    def put_on(cls, param: nn.Parameter) -> _Mark:
+        """Give ``param`` a gradient if it has none, and remember what it is."""
+        invented = param.grad is None
+        if param.grad is None:
+            # NaN, so that zeroing it and scaling it leave different traces, and stepping on it would not go unnoticed.
+            param.grad = torch.full_like(param, float("nan"))
+        return cls(param.grad, _torch.version_of(param.grad), invented, bool(param.grad.any()))
+
+    def take_off(self, param: nn.Parameter) -> bool:
+        """Take an invented gradient away again; returns whether the user zeroed the gradient in the meantime."""
+        if param.grad is None:
+            return True
+        changed = param.grad is not self.grad or _torch.version_of(self.grad) != self.version
+        zeroed = changed and self.nonzero and not bool(param.grad.any())
+        if self.invented and not zeroed:
+            param.grad = None
+        return zeroed
+
+
+class Gradients:
+    """Where the gradients of one unit are until they are reduced."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._kept: dict[FlatParamHandle, tuple[Collected, list[_Mark]]] = {}
+
+    @property
+    def kept(self) -> bool:
+        """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
+        return bool(self._kept)
+
+    def take(self, handle: FlatParamHandle) -> Collected:
+        """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
+        collected = self._take_kept(handle) or self._start(handle, pooled=True)
+        _collect(handle, collected)
+        collected.clear_unused()
+        return collected
+
+    def keep(self) -> None:
+        """Keep what has arrived for a later backward that synchronises."""
+        for handle in self._unit.handles:
+            if handle.requires_grad:
+                collected = self._take_kept(handle) or self._start(handle, pooled=False)
+                _collect(handle, collected)
+                marks = [_Mark.put_on(param) for param in handle.exposed]
+                self._kept[handle] = collected, marks
+        remember_accumulating(self._unit)
+
+    def reset(self) -> None:
+        """Drop what a failed backward has left; what ``no_sync`` kept stays."""
+        for handle in self._unit.handles:
+            for leaf in handle.unsharded.leaves:
+                leaf.grad = None
+
+    def _start(self, handle: FlatParamHandle, *, pooled: bool) -> Collected:
+        unit = self._unit
+        dtype = unit.reduce_dtype(handle)
+        used = [False] * len(handle.params)
+        # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
+        if pooled and unit.shard.size > 1:
+            buffer = unit.root.pool.take(handle.layout, dtype, handle.device)
+            return Collected(buffer, used, pooled=True)
+        flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+        return Collected(GradBuffer(flat, handle.layout), used, pooled=False)
+
+    def _take_kept(self, handle: FlatParamHandle) -> Collected | None:
+        """What ``no_sync`` kept of ``handle``, without the parameters whose gradient the user has zeroed since."""
+        if handle not in self._kept:
+            return None
+        collected, marks = self._kept.pop(handle)
+        dropped = [mark.take_off(param) for param, mark in zip(handle.exposed, marks, strict=True)]
+        if handle.orig_mode:
+            # An empty piece shows nothing of a zero_(); the user zeroes all parameters of a unit or none.
+            held = [piece.in_shard.numel for piece in handle.pieces]
+            rest = any(d for d, numel in zip(dropped, held, strict=True) if numel)
+            dropped = [d or (rest and not n) for d, n in zip(dropped, held, strict=True)]
+        if all(dropped):
+            return None
+        if handle.orig_mode:
+            kept = [not is_dropped for is_dropped in dropped]
+            collected.used = [a and b for a, b in zip(collected.used, kept, strict=True)]
+        return collected
+
+
+def _collect(handle: FlatParamHandle, collected: Collected) -> None:
+    """Move the leaves' gradients into the buffer, or add them to what their slots hold; drop them."""
+    leaves = handle.unsharded.leaves
+    grads = [leaf.grad for leaf in leaves]
+    copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for view, grad, is_used in zip(collected.buffer.views, grads, collected.used, strict=True):
+        if grad is not None:
+            targets, sources = added if is_used else copied
+            targets.append(view)
+            sources.append(grad if grad.layout is torch.strided else grad.to_dense())
+    if True in [source.requires_grad for source in (*copied[1], *added[1])]:
+        raise _differentiable(handle, grads)
+    if copied[0]:
+        _torch.foreach_copy(*copied)
+    if added[0]:
+        _torch.foreach_add(*added)
+    for leaf in leaves:
+        leaf.grad = None
+    collected.used = [
+        is_used or grad is not None for is_used, grad in zip(collected.used, grads, strict=True)
+    ]
+
+
+def _differentiable(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> UsageError:
+    names = [
+        fqn
+        for fqn, grad in zip(handle.fqns, grads, strict=True)
+        if grad is not None and grad.requires_grad
+    ]
+    return UsageError(
+        describe(
+            "backward ran with create_graph=True: gradients of sharded parameters can not be differentiated again",
+            fqn=names[0],
+            remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
+        )
+    )
