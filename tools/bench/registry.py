@@ -55,5 +55,6 @@ BENCHMARKS = {
         Benchmark(
             "zero", "step, consolidation and traffic of ZeroRedundancyOptimizer, 2 gloo ranks"
         ),
+        Benchmark("whole_param", "Muon step at owners and on every rank, 2 gloo ranks"),
     )
 }
