@@ -8,19 +8,25 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.comm.hooks import (
     LOW_PRECISION_HOOKS,
     DefaultState,
+    GossipState,
     LowPrecisionState,
+    PowerSGDState,
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
+    gossip_hook,
+    powersgd_hook,
     reduce_scatter_hook,
 )
-from fsdp.errors import ConfigError, ConfigTypeError, ShardMismatchError
+from fsdp.comm.recording import Recording
+from fsdp.errors import ConfigError, ConfigTypeError, ShardMismatchError, TrainingStateError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
@@ -231,3 +237,245 @@ def trained(strategy, hook, orig):
 )
 def test_a_model_trains_with_each_hook(strategy, hook, orig):
     run_ranks(trained, 2, strategy, hook, orig)
+
+
+# -- PowerSGD ------------------------------------------------------------------------------------------------------
+
+
+def low_rank(sharded):
+    """Every rank's gradient has its own left side and the same right one, so the mean has rank one."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    columns = 12 * world
+    right = gradient(99, columns)
+    lefts = [gradient(r, columns) for r in range(world)]
+    grad = torch.outer(lefts[rank], right).view(-1)
+    expected = torch.outer(torch.stack(lefts).mean(0), right).view(-1)
+    state = PowerSGDState(dist.group.WORLD, rank=1)
+    if sharded:
+        output = torch.empty(grad.numel() // world)
+        powersgd_hook(state, grad.clone(), output)
+        torch.testing.assert_close(output, own_slice(expected), rtol=1e-3, atol=1e-4)
+    else:
+        powersgd_hook(state, grad)
+        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_powersgd_is_exact_for_means_of_its_rank(world_size, sharded):
+    run_ranks(low_rank, world_size, sharded)
+
+
+def remembered():
+    """The average of what arrives converges to the mean of a gradient that comes again and again."""
+    world, rank, numel, rounds = dist.get_world_size(), dist.get_rank(), 150 * 2, 200
+    state = PowerSGDState(dist.group.WORLD, rank=2)
+    total = torch.zeros(numel // world)
+    errors = []
+    for number in range(rounds):
+        output = torch.empty(numel // world)
+        state._calls = 0  # every reduction is one of a backward of its own
+        powersgd_hook(state, gradient(rank, numel), output)
+        total += output
+        if number in (0, rounds - 1):
+            errors.append((total / (number + 1) - own_slice(mean(numel))).abs().max().item())
+    assert errors[1] < errors[0] / 5
+
+
+def test_powersgd_makes_up_for_what_it_missed():
+    run_ranks(remembered, 2)
+
+
+def powersgd_sends():
+    state = PowerSGDState(dist.group.WORLD, rank=2)
+    events = []
+    group = state.collectives_on(torch.device("cpu"))
+    state.collectives[torch.device("cpu")] = Recording(group, "", events)
+    powersgd_hook(state, gradient(0, 10_000), torch.empty(5_000))
+    powersgd_hook(state, gradient(0, 8), torch.empty(4))  # too small to pay
+    return [(event.op, event.numels) for event in events]
+
+
+def test_powersgd_sends_two_thin_matrices():
+    assert [
+        ("all_reduce", (200,)),
+        ("all_reduce", (200,)),
+        ("reduce_scatter", (8,)),
+    ] == run_ranks(powersgd_sends, 2)[0]
+
+
+def powersgd_trains(orig, exact_steps):
+    item = entry("gpt_rope")
+
+    def losses(hooked):
+        model = FSDP(
+            item.build(), auto_wrap_policy=ModuleWrapPolicy(item.blocks), use_orig_params=orig
+        )
+        if hooked:
+            state = PowerSGDState(dist.group.WORLD, rank=4, exact_steps=exact_steps)
+            model.register_comm_hook(state, powersgd_hook)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = item.loss(model, item.make_batch(dist.get_rank(), 0))
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    return losses(hooked=False), losses(hooked=True)
+
+
+@pytest.mark.parametrize(("orig", "exact_steps"), [(False, 0), (True, 3)])
+def test_a_model_learns_with_powersgd(orig, exact_steps):
+    for exact, compressed_ in run_ranks(powersgd_trains, 2, orig, exact_steps):
+        assert compressed_[: exact_steps + 1] == pytest.approx(exact[: exact_steps + 1], rel=1e-5)
+        assert compressed_ != exact
+        assert compressed_[-1] < 0.65 * exact[0]
+
+
+@pytest.mark.parametrize("options", [{"rank": 0}, {"exact_steps": -1}])
+def test_powersgd_refuses_what_it_can_not_do(options):
+    with pytest.raises(ConfigError, match="at least 1 and at least 0"):
+        PowerSGDState(None, **options)
+
+
+# -- gossip --------------------------------------------------------------------------------------------------------
+
+
+def gossiped(ranks_per_node, rounds):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = GossipState(dist.group.WORLD, ranks_per_node, seed=1)
+    grad, seen = gradient(rank, 6).view(2, 3), []
+    for _ in range(rounds):
+        gossip_hook(state, grad)
+        everyone = [torch.empty(2, 3) for _ in range(world)]
+        dist.all_gather(everyone, grad)
+        spread = torch.stack(everyone)
+        assert near(spread.mean(0).view(-1), mean(6), torch.float32)  # the mean over ranks stays
+        for node in spread.split(ranks_per_node):
+            assert torch.equal(node, node[:1].expand_as(node))
+        seen.append(spread.std(0).max().item())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node"), [(2, 1), (4, 2), (4, 1), (3, 1), (4, 4), (1, 1)]
+)
+def test_gossip_keeps_the_mean_and_nodes_come_to_agree(world_size, ranks_per_node):
+    rounds = 12
+    for seen in run_ranks(gossiped, world_size, ranks_per_node, rounds):
+        nodes = world_size // ranks_per_node
+        if nodes <= 2:
+            assert world_size == 1 or seen[0] < 1e-6  # one pair: the mean at once
+        else:
+            assert seen[0] > 0.05
+            assert seen[-1] < seen[0] / 10
+
+
+def gossip_trains(orig):
+    item = entry("mlp")
+    model = FSDP(item.build(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=orig)
+    model.register_comm_hook(GossipState(dist.group.WORLD, 1), gossip_hook)
+
+    def script(model, rank):
+        item.loss(model, item.make_batch(rank, 0)).backward()
+
+    script(model, dist.get_rank())
+    expected = mean_grads(item.build(), script, range(dist.get_world_size()))
+    assert_close(expected, full_grads(model), GRADIENTS)  # one pair of nodes: no drift
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_a_model_trains_with_gossip(orig):
+    run_ranks(gossip_trains, 2, orig)
+
+
+def cut_badly():
+    with pytest.raises(ConfigError, match="a group of 3 ranks into nodes of 2"):
+        GossipState(dist.group.WORLD, 2)
+
+
+def test_gossip_needs_whole_nodes():
+    run_ranks(cut_badly, 3)
+
+
+# -- registration --------------------------------------------------------------------------------------------------
+
+
+def registration():
+    item, state = entry("mlp"), DefaultState(dist.group.WORLD)
+
+    def wrapped(strategy="FULL_SHARD"):
+        return FSDP(
+            item.build(),
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({MlpBlock}),
+        )
+
+    model = wrapped()
+    with pytest.raises(ConfigError, match="must be callable but got 3"):
+        model.register_comm_hook(state, 3)
+    with pytest.raises(ConfigTypeError, match=r"\(state, grad, output\).*too many positional"):
+        model.register_comm_hook(state, allreduce_hook)
+    with pytest.raises(ConfigTypeError, match=r"NO_SHARD.*\(state, grad\).*'output'"):
+        wrapped("NO_SHARD").register_comm_hook(state, reduce_scatter_hook)
+    inner = next(w for w in FSDP.fsdp_modules(model) if w is not model)
+    with pytest.raises(TrainingStateError, match="only be called on a root instance"):
+        inner.register_comm_hook(state, reduce_scatter_hook)
+    assert model._comm_hook is None  # nothing was registered by a call that failed
+    model.register_comm_hook(state, reduce_scatter_hook)
+    with pytest.raises(TrainingStateError, match="already registered"):
+        model.register_comm_hook(state, reduce_scatter_hook)
+    late = wrapped()
+    item.loss(late, item.make_batch(dist.get_rank(), 0)).backward()
+    with pytest.raises(TrainingStateError, match="before the first forward"):
+        late.register_comm_hook(state, reduce_scatter_hook)
+
+
+def test_wrong_signatures_and_double_late_or_inner_registration_are_errors():
+    run_ranks(registration, 2)
+
+
+def alone(orig):
+    """One rank: the hook is called as several ranks call it."""
+    item = entry("mlp")
+
+    def script(model, rank):
+        item.loss(model, item.make_batch(rank, 0)).backward()
+
+    model = FSDP(item.build(), use_orig_params=orig)
+    model.register_comm_hook(DefaultState(dist.group.WORLD), reduce_scatter_hook)
+    script(model, 0)
+    assert_close(mean_grads(item.build(), script, range(1)), full_grads(model), GRADIENTS)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_one_rank_alone_calls_the_hook_of_sharded_units(orig):
+    run_ranks(alone, 1, orig)
+
+
+def hybrid(shape):
+    item = entry("mlp")
+
+    def script(model, rank):
+        for step in range(2):
+            item.loss(model, item.make_batch(rank, step)).backward()
+
+    mesh = init_device_mesh("cpu", shape)
+    model = FSDP(
+        item.build(),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({MlpBlock}),
+    )
+    model.register_comm_hook(DefaultState(mesh.get_group(1)), reduce_scatter_hook)
+    script(model, dist.get_rank())
+    expected = mean_grads(item.build(), script, range(dist.get_world_size()))
+    assert_close(expected, full_grads(model), GRADIENTS)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
+def test_under_hybrid_sharding_the_replicas_are_averaged_after_the_hook(shape):
+    run_ranks(hybrid, shape[0] * shape[1], shape)
