@@ -19,12 +19,14 @@ __all__ = ["DataFiles", "memory_of", "write_run"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, without a copy; valid while the tensor lives."""
+    """The bytes of a contiguous CPU tensor, writable, without a copy; the view keeps the tensor alive."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     if not tensor.nbytes:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory._tensor = tensor  # type: ignore[attr-defined]  # noqa: SLF001 the view refers to it, and it to the tensor
+    return memoryview(memory).cast("B")
 
 
 def write_run(file: BinaryIO, data: memoryview) -> Stored:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,13 +199,14 @@ def _write(place: Place, contents: _Contents, ranks: Ranks, selection: Selection
 
     writer = FolderWriter(place, ranks.size, partial=selection.is_partial)
     try:
-        drive(
-            dict(contents),
-            storage_writer=writer,
-            planner=ContentsPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.size == 1,
-        )
+        with _knowing_that_it_is_alone(ranks):
+            drive(
+                dict(contents),
+                storage_writer=writer,
+                planner=ContentsPlanner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
     except CheckpointException as error:
         if ranks.rank == 0 and not _is_refusal(error):
             place.abandon()
@@ -214,6 +217,17 @@ def _write(place: Place, contents: _Contents, ranks: Ranks, selection: Selection
             "as they were."
         ) from error
     return place.path
+
+
+@contextmanager
+def _knowing_that_it_is_alone(ranks: Ranks) -> Iterator[None]:
+    """Without torch's warning that there is no process group, where there is none."""
+    if ranks.group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _is_refusal(error: Any) -> bool:

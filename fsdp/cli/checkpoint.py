@@ -159,9 +159,7 @@ def _write_file(
     def write(file: BinaryIO) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in output.names:
-            tensor = source.whole(_MODEL + name)
-            file.write(memory_of(tensor))
-            advance(tensor.nbytes)
+            advance(file.write(memory_of(source.whole(_MODEL + name))))
 
     _write_whole(output.path, write)
 

@@ -136,7 +136,8 @@ class StateHooks:
             and not unit.summoned
             and self._type is not StateDictType.LOCAL_STATE_DICT
         ):
-            unit.gate.enter("state_dict")
+            kind = "" if self._type is StateDictType.FULL_STATE_DICT else f" of {self._type.name}"
+            unit.gate.enter(f"state_dict{kind}")
         root.open_saves.append(self.close)
         if self._type is StateDictType.FULL_STATE_DICT:
             self._summon.enter_context(
@@ -209,8 +210,15 @@ class StateHooks:
                 state_dict[key] = self._offloaded(value)
 
     def _save_local(self, state_dict: dict[str, Any], prefix: str) -> None:
+        holders = self._axes.shard or self._axes.replicate
+        assert holders is not None
         for index, handle in enumerate(self._unit.handles):
-            tensor = local_shard_tensor(handle.shard, axes_mesh(self._axes, handle.device))
+            is_cut = self._axes.shard is not None
+            mesh = axes_mesh(
+                Axes(holders if is_cut else None, None if is_cut else holders, holders),
+                handle.device,
+            )
+            tensor = local_shard_tensor(handle.shard, mesh)
             state_dict[prefix + flat_param_name(index)] = self._offloaded(tensor)
 
     def _save_unmanaged(

@@ -7,18 +7,21 @@ import random
 import torch
 import torch.distributed as dist
 
+from fsdp import CPUOffload, ShardingStrategy, checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy, checkpoint
 from tests.support.models import ENTRIES
 from tests.support.oracles import wrap_entry
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 
 
-def build(name, strategy="FULL_SHARD", wrapping="blocks", orig=False, seed=0):
+def build(name, strategy="FULL_SHARD", wrapping="blocks", orig=False, offload=False, seed=0):
     """The wrapped model and an optimizer without state."""
     item = ENTRIES[name]
-    kwargs = {"sharding_strategy": ShardingStrategy[strategy]}
+    kwargs = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "cpu_offload": CPUOffload(offload_params=offload),
+    }
     size = dist.get_world_size()
     if strategy == "HYBRID_SHARD":
         inner = 2 if size % 2 == 0 else 1

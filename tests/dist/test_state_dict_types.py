@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp import (
+    CPUOffload,
     FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
@@ -21,6 +24,8 @@ from fsdp import (
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.comm.entry import EntryGate
+from fsdp.comm.process_group import PointToPointCollectives
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import ENTRIES
 from tests.support.oracles import wrap_entry
@@ -87,8 +92,12 @@ def test_local_state_dicts_are_the_flat_shards_themselves():
     run_ranks(local, 2)
 
 
-def checkpointed(folder, seed, save, use_orig_params):
-    model = wrap(build(seed=seed), use_orig_params=use_orig_params)
+def checkpointed(folder, seed, save, use_orig_params, strategy):
+    model = wrap(
+        build(seed=seed),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict()}
         if save:
@@ -100,10 +109,16 @@ def checkpointed(folder, seed, save, use_orig_params):
     return model.state_dict()
 
 
-def test_sharded_state_dicts_go_through_torch_distributed_checkpoint_to_another_world_size():
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [((3, "FULL_SHARD"), (2, "NO_SHARD")), ((1, "NO_SHARD"), (2, "FULL_SHARD"))],
+)
+def test_sharded_state_dicts_go_through_torch_distributed_checkpoint_to_another_world(
+    saver, loader
+):
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(checkpointed, 3, folder, 1, True, False)[0]
-        loaded = run_ranks(checkpointed, 2, folder, 2, False, True)[0]
+        saved = run_ranks(checkpointed, saver[0], folder, 1, True, False, saver[1])[0]
+        loaded = run_ranks(checkpointed, loader[0], folder, 2, False, True, loader[1])[0]
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
@@ -151,7 +166,7 @@ def test_create_graph_is_refused_by_name():
 EXPOSURES = (False, True)
 
 
-def all_types(name, strategy):
+def all_types(name, strategy, offload=False):
     """Sharded and local dicts of every exposure hold the plain model's values and load into the other exposure."""
     item = ENTRIES[name]
     reference = item.build().state_dict()
@@ -162,11 +177,12 @@ def all_types(name, strategy):
             "blocks",
             use_orig_params=orig,
             sharding_strategy=ShardingStrategy[strategy],
+            cpu_offload=CPUOffload(offload_params=offload),
         )
         managed = {fqn for unit in model._unit.root.units for h in unit.handles for fqn in h.fqns}
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             sharded_state = model.state_dict()
-        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), no_communication():
             local_state = model.state_dict()
         assert list(sharded_state) == list(reference)
         for key, value in sharded_state.items():
@@ -195,6 +211,26 @@ def all_types(name, strategy):
             assert shard.to_local().data_ptr() == model._handle.shard.data_ptr()
 
 
+@contextmanager
+def no_communication():
+    """Fail if anything is sent or waited for."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("communication")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EntryGate, "_enter", refuse)
+        for name in ("all_gather_object", "all_gather", "all_to_all_single", "broadcast"):
+            patch.setattr(dist, name, refuse)
+        for name in ("all_gather", "exchange", "broadcast", "all_reduce"):
+            patch.setattr(PointToPointCollectives, name, refuse)
+        yield
+
+
+def test_cpu_offload_changes_no_state_dict():
+    run_ranks(all_types, 2, "gpt_rope", "FULL_SHARD", True)
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_model_goes_through_sharded_and_local_dicts(name):
     run_ranks(all_types, 3, name, "FULL_SHARD")
@@ -215,6 +251,8 @@ def hybrid(strategy):
         model = wrap_entry(item, item.build(), "blocks", use_orig_params=orig, **kwargs)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), no_communication():
+            assert model.state_dict()["flat_param"].device_mesh.ndim == 1
         value = state["blocks.0.up.weight"]
         assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert [type(placement) for placement in value.placements] == [Replicate, Shard]
@@ -462,6 +500,8 @@ def test_every_strategy_loads_what_only_rank_zero_has(world_size, strategy):
 
 def peak_growth(call):
     """By how many bytes the resident memory of this process grows at most during the call."""
+    m_mmap_threshold = -3  # large blocks go back to the system when they are freed, as a fixed rule
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 17)
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1])
@@ -493,3 +533,19 @@ def test_loading_costs_at_most_one_unit_of_memory_on_other_ranks(kind):
     first, *others = run_ranks(memory, 3, kind)
     assert all(units <= 1 for units in others), others
     assert first <= 2, first
+
+
+def full_memory(rank0_only):
+    side = 1500
+    plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(6)))
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        peak_growth(model.state_dict)  # connections and allocator warm up
+        return peak_growth(model.state_dict) / (side * side * 4)
+
+
+def test_offload_streams_a_unit_at_a_time_from_the_cpu_too():
+    first, other = run_ranks(full_memory, 2, True)
+    assert other <= 1.1, other  # the unit that is being gathered
+    assert first <= 6 + 1.1, first  # and the whole model, where it is kept
