@@ -148,10 +148,10 @@ def _map_mapping(fn: _Fn, tree: Any) -> Any:
     copied: Any = _copy_mapping(tree)
     for key, value in changes.items():
         copied[key] = value
-    if _is_dataclass(tree):
-        names = {item.name for item in dataclasses.fields(copied)}
-        _with_attributes(copied, {key: changes[key] for key in changes.keys() & names})
-    return copied
+    # Items that are attributes too: of dataclasses, and of classes that keep both themselves.
+    attributes = getattr(tree, "__dict__", {})
+    same = {key: new for key, new in changes.items() if attributes.get(key) is tree[key]}
+    return _with_attributes(copied, same)
 
 
 def _copy_mapping(tree: Any) -> Any:

@@ -354,3 +354,11 @@ def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tens
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`any_hooks`)."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def count_forward_hooks(modules: Iterable[nn.Module]) -> int:
+    """How many forward hooks there are on ``modules``; cheap enough for every forward.
+
+    Why: a hook of the user's may keep an intermediate from which a backward starts later.
+    """
+    return sum([len(module._forward_hooks) for module in modules])

@@ -113,7 +113,7 @@ class Root:
             TrainingStateError: Naming ``action`` and the unit that is running.
         """
         self.recover()
-        if self.stack or self.backward_running:
+        if self.stack or self.backward_running or _torch.in_backward():
             running = self.stack[-1].name if self.stack else None
             raise TrainingStateError(
                 describe(

@@ -505,18 +505,8 @@ class Unit:
     def _hook_inside(self, tree: Any) -> None:
         for tensor in iter_tensors(tree):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._pre_backward_inside)
-
-    def _pre_backward_inside(self, *_: Any) -> None:
-        """A backward reaches something inside the unit, by way of the unit's outputs or not.
-
-        Nothing is gathered that the outputs would not have gathered: a hook may be on one rank only.
-        """
-        root = self.root
-        if root.backward_running and not root.backward_was_lost():
-            if self.residency is Residency.UNSHARDED or root.is_done(self):
-                return
-        self._pre_backward()
+                # A partial is no Python frame: the root finds by its callers which backward this is.
+                tensor.grad_fn.register_prehook(partial(self._pre_backward, inside=True))
 
     def _kept_on_modules(self) -> list[torch.Tensor]:
         """Tensors that the forward left on the unit's modules (an auxiliary loss, say): a backward may start there."""
@@ -590,12 +580,18 @@ class Unit:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, *_: Any) -> None:
+    def _pre_backward(self, *_: Any, inside: bool = False) -> None:
+        """A backward reaches an output of the unit, or something ``inside`` it.
+
+        Where the outputs have been reached already the latter changes nothing: a user's hook may be on one rank only.
+        """
         root = self.root
         if root.backward_was_lost():
             root.reset()
         if not root.backward_running:
             root.begin_backward()
+        elif inside and (self.residency is Residency.UNSHARDED or root.is_done(self)):
+            return
         self._backward_task = _torch.backward_task()
         if self.residency is not Residency.UNSHARDED:
             self.start_unshard()
