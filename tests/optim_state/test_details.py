@@ -139,6 +139,25 @@ def test_loaded_state_lies_in_memory_as_fresh_state_does(form):
     run_ranks(fresh_and_loaded, form.world_size, form)
 
 
+def counters_of_scalars(form):
+    """``eta`` is one number a parameter, also of the one that has no dimensions; ``ax`` is not."""
+    model = wrap(form)
+    optimizer = OPTIMIZERS["asgd"](model.parameters())
+    one_step(model, optimizer, 0)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    assert saved["state"]["layers.0.scale"]["ax"].shape == ()
+    local = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, values in local["state"].items():
+        for name, value in optimizer.state[params[number]].items():
+            assert values[name].shape == value.shape, name
+
+
+@pytest.mark.parametrize("form", [Form(2, True), Form(1, True), Form(2)], ids=str)
+def test_counters_of_parameters_without_dimensions_stay_counters(form):
+    run_ranks(counters_of_scalars, form.world_size, form)
+
+
 def scattered_bytes(form):
     """The largest message of a scatter, beside what the largest unit's pieces of all state take on one rank."""
     model = wrap(form)
