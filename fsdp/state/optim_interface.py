@@ -345,7 +345,7 @@ def _group_of_all(model: nn.Module) -> ProcessGroup:
 
 
 def _warn_of_input(optim_input: Any) -> None:
-    if optim_input is not None:
+    if optim_input is not None and not _torch.is_process_group(optim_input):
         warnings.warn(
             "optim_input is deprecated: pass the optimizer itself as optim.",
             FutureWarning,
@@ -356,7 +356,12 @@ def _warn_of_input(optim_input: Any) -> None:
 def _source(
     model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer | Iterable[Any]:
-    """What says which parameters the optimizer has."""
+    """What says which parameters the optimizer has.
+
+    An optimizer in the place of ``optim_input`` is one: callers of torch's later signatures pass it third.
+    """
+    if isinstance(optim_input, torch.optim.Optimizer) and optim is None:
+        return optim_input
     _warn_of_input(optim_input)
     if optim is not None and optim_input is not None:
         raise ConfigError("optim and optim_input were both given: pass optim alone.")

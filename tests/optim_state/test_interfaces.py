@@ -151,6 +151,10 @@ def optim_input():
     with pytest.warns(FutureWarning, match="optim_input"):
         found = FSDP.shard_full_optim_state_dict(full, model, params)
     assert_equal(FSDP.shard_full_optim_state_dict(full, model, None, optimizer), found)
+    # Callers of torch's later signatures pass the optimizer third, or the group.
+    assert_equal(found, FSDP.shard_full_optim_state_dict(full, model, optimizer))
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer, dist.group.WORLD)
+    assert_equal(found, FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer))
     with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="both"):
         FSDP.shard_full_optim_state_dict(full, model, params, optimizer)
 

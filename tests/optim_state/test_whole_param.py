@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, checkpoint
+from fsdp.comm.recording import Recording
 from fsdp.errors import CheckpointError, ConfigError, UsageError
 from fsdp.optim import WholeParamOptimizer
 from fsdp.optim.whole_matrices import assign_owners
+from fsdp.runtime.held import units_in
 from tests.optim_state.worlds import (
     Form,
     assert_equal,
@@ -264,6 +266,31 @@ def test_each_matrix_is_stepped_once_in_the_group_and_its_state_kept_once(form):
     beside = 2 * 25 * form.world_size
     assert sum(share[1] for share in shares) - beside == shares[0][2] - 2 * 25
     assert all(share[0] for share in shares)
+
+
+def launches_and_steps():
+    """What one step launches, in order, and when it computes: ``in``, ``out`` or ``step``, with the bucket."""
+    model = wrap(Form(2, wrapping="root"))
+    events = []
+    unit = units_in(model)[0]
+    unit.shard = Recording(unit.shard, "", events)
+    optimizer = make(model, "shampoo", bucket_bytes=300)
+    one_step(model, optimizer, 0)
+    events.clear()
+    computes = Shampoo.step
+    Shampoo.step = lambda self: (events.append("step"), computes(self))[1]
+    optimizer.step()
+    return [event if event == "step" else event.op for event in events]
+
+
+def test_the_next_bucket_is_on_its_way_while_one_is_stepped():
+    events = run_ranks(launches_and_steps, 2)[0]
+    assert events.pop(0) == "all_reduce"  # which parameters have gradients
+    assert events.pop(1) == "step"  # the ignored matrix, in place, with the first bucket under way
+    buckets = events.count("step")
+    assert buckets > 1
+    middle = ["exchange", "step", "exchange"] * buckets  # in of the next one, step, out
+    assert events == ["exchange", *middle[:-3], "step", "exchange"]
 
 
 def test_owners_have_equal_work():
