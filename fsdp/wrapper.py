@@ -49,7 +49,8 @@ from .init.build import (
     plan_overrides,
 )
 from .init.communication import compress_units, register_hook
-from .init.ignored import resolve_ignored
+from .init.ignored import resolve_ignored, warn_of_trainable
+from .init.replicated import resolve_replicated
 from .names import (
     COMPILED_MODULE,
     FSDP_PREFIX,
@@ -93,7 +94,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         auto_wrap_policy: Which submodules become units of their own (see ``fsdp.wrap``); None for none.
         backward_prefetch: When the next gather of the backward starts; None for when it is needed.
         mixed_precision: Dtypes of computation, reduction and buffers; nothing is cast if None.
-        ignored_modules: Modules whose parameters and buffers are left alone.
+        ignored_modules: Modules whose parameters and buffers are left alone: their gradients stay local.
         param_init_fn: Initialises one module that has meta tensors; its ``reset_parameters`` if None.
         device_id: Device to compute on; units are moved there one at a time.
         sync_module_states: Give every rank the first rank's parameters and buffers.
@@ -105,6 +106,9 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         allow_unused: ``"any_rank"`` if ranks may use different parameters or units in a step, or in another order; what
             a rank did not use counts as a zero gradient.  Parameters then stay whole from forward to backward.  With
             None such a step is an error.  What no rank uses never gets a gradient either way.
+        replicated_modules: Modules to keep whole on every rank: their gradients are averaged, they are clipped, saved
+            and stepped with the rest, and their parameters keep their shapes.  For small modules whose code uses
+            its parameters in ways of its own; costs their memory on every rank.
 
     Raises:
         ConfigError: If an argument is wrong or contradicts another, before anything is changed.
@@ -139,6 +143,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         allow_unused: str | None = None,
+        replicated_modules: Iterable[nn.Module] | None = None,
     ) -> None:
         super().__init__()
         check_not_wrapped(module, _is_wrapped)
@@ -147,6 +152,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         )
         axes = resolve_axes(strategy, process_group, device_mesh)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, is_wrapped=_is_wrapped)
+        replicated = resolve_replicated(module, replicated_modules, ignored, _is_wrapped)
         self._exec_order_policy = (
             auto_wrap_policy if isinstance(auto_wrap_policy, ParamExecOrderWrapPolicy) else None
         )
@@ -173,8 +179,9 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         )
         _check_offload(arguments)
         overrides = plan_overrides(
-            module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override
+            module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override, replicated
         )
+        warn_of_trainable(module, ignored, axes)
         earlier = _outermost_units(module)
         check_no_foreign_ties(
             module, [unit for outer in earlier for unit in outer.root.units], _is_wrapped
@@ -833,8 +840,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         return self._handle.flat_param if self._handle is not None else None
 
     @property
-    def _is_root(self) -> bool | None:
-        return self.check_is_root() if self._unit.root.started else None
+    def _is_root(self) -> bool:
+        return self.check_is_root()
 
     @property
     def _use_orig_params(self) -> bool:

@@ -115,6 +115,10 @@ class FlatParamHandle:
         return self.flat_param.dtype
 
     @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        return self.flat_param.dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the leaves that module code computes with."""
         if self._in_full_precision:
@@ -445,6 +449,7 @@ class FlatParamHandle:
             else torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         )
         self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
+        self.flat_param._full_param_padded = flat  # noqa: SLF001 the reference's name
         for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True):
             source = managed.param if self.orig_mode else self.flat_param
             leaf.requires_grad_(trained and source.requires_grad)
@@ -506,7 +511,7 @@ class FlatParamHandle:
             what = f"a tensor of shape {tuple(current.shape)}"
         return UsageError(
             describe(
-                f"a parameter of shape {slot.shape} was replaced by {what}",
+                f"Cannot writeback: a parameter of shape {slot.shape} was replaced by {what}",
                 fqn=fqn,
                 remedy="Assign a tensor of the original shape, inside summon_full_params.",
             ),

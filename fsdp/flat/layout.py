@@ -154,7 +154,7 @@ def build_layout(
         shapes: Shape of each parameter.
         strides: Strides of each parameter in elements; dense.
         world_size: Number of ranks, at least 1.
-        alignment: Every slot and every shard starts at a multiple of this many elements.
+        alignment: Every slot starts at a multiple of this many elements.
 
     Example:
         >>> layout = build_layout(((3,), (5,), (2,)), ((1,), (1,), (1,)), world_size=2)
@@ -170,5 +170,5 @@ def build_layout(
         start = _round_up(end, alignment)
         end = start + numel
         slots.append(Slot(shape, stride, Span(start, end)))
-    shard_numel = _round_up(-(-end // world_size), alignment)
+    shard_numel = -(-end // world_size)
     return FlatLayout(tuple(slots), world_size, shard_numel)

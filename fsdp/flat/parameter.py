@@ -83,6 +83,8 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         _shapes, _strides, _numels: Their shapes, strides and element counts.
         _shared_param_infos: Further sites of tied parameters.
         _params: The original ``nn.Parameter`` objects, or None when they are not exposed.
+        _numels_with_padding: Element counts of parameters and gaps, in order.
+        _full_param_padded: The unsharded flat parameter; no memory behind it while sharded.
         _modules: Every module that holds one of the parameters.
         _local_shard: This rank's shard (the data of the flat parameter itself).
     """
@@ -95,6 +97,8 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _shapes: tuple[torch.Size, ...]
     _strides: tuple[tuple[int, ...], ...]
     _numels: tuple[int, ...]
+    _numels_with_padding: tuple[int, ...]
+    _full_param_padded: torch.Tensor
     _num_params: int
     _shared_param_infos: tuple[SharedParamInfo, ...]
     _params: list[nn.Parameter] | None
@@ -122,6 +126,12 @@ def make_flat_parameter(
         "_shapes": tuple(torch.Size(slot.shape) for slot in layout.slots),
         "_strides": tuple(slot.stride for slot in layout.slots),
         "_numels": tuple(slot.span.numel for slot in layout.slots),
+        "_numels_with_padding": tuple(
+            span.numel
+            for span in sorted(
+                (*(slot.span for slot in layout.slots), *layout.gaps), key=lambda span: span.start
+            )
+        ),
         "_num_params": len(params),
         "_shared_param_infos": tuple(
             SharedParamInfo(*_param_info(site), *info)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
@@ -61,7 +62,9 @@ def clip_units(
         _torch.foreach_mul(every, coefficient)
     else:
         warnings.warn(
-            "clip_grad_norm_ found no gradients on this rank; the norm is that of the other ranks' gradients.",
+            "clip_grad_norm_ was called on rank "
+            f"{dist.get_rank()} with no gradients -- returning the total norm in the default dtype "
+            f"{_result_dtype(every)}, which is that of the other ranks' gradients.",
             FsdpWarning,
             stacklevel=4,
         )

@@ -60,24 +60,23 @@ class _Mark:
     """The gradient a parameter shows while its new one is still unsharded; a user's ``zero_grad`` leaves a trace on it.
 
     Attributes:
-        grad: The gradient it had before, or NaN if it had none.
+        grad: The gradient it had before; if it had none, its part of what this rank alone has computed so far.
         version: That tensor's version.
         invented: Whether it had none.
-        nonzero: Whether any element was not zero; if none was, zeroing can not be told from other writes.
+        tells: Whether any element was not zero; if none was, zeroing can not be told from other writes.
     """
 
     grad: torch.Tensor
     version: int
     invented: bool
-    nonzero: bool
+    tells: bool
 
     @classmethod
-    def put_on(cls, param: nn.Parameter) -> _Mark:
-        """Give ``param`` a gradient if it has none, and remember what it is."""
+    def put_on(cls, param: nn.Parameter, local: torch.Tensor) -> _Mark:
+        """Give ``param`` a copy of ``local`` as its gradient if it has none, and remember what it shows."""
         invented = param.grad is None
         if param.grad is None:
-            # NaN, so that zeroing it and scaling it leave different traces, and stepping on it would not go unnoticed.
-            param.grad = torch.full_like(param, float("nan"))
+            param.grad = local.to(param.dtype, copy=True)
         return cls(param.grad, _torch.version_of(param.grad), invented, bool(param.grad.any()))
 
     def take_off(self, param: nn.Parameter) -> bool:
@@ -85,7 +84,7 @@ class _Mark:
         if param.grad is None:
             return True
         changed = param.grad is not self.grad or _torch.version_of(self.grad) != self.version
-        zeroed = changed and self.nonzero and not bool(param.grad.any())
+        zeroed = changed and self.tells and not bool(param.grad.any())
         if self.invented and not zeroed:
             param.grad = None
         return zeroed
@@ -116,7 +115,12 @@ class Gradients:
             if handle.requires_grad:
                 collected = self._take_kept(handle) or self._start(handle, pooled=False)
                 _collect(handle, collected)
-                marks = [_Mark.put_on(param) for param in handle.exposed]
+                collected.clear_unused()
+                local = handle.split_shard(collected.buffer.slices[handle.rank])
+                marks = [
+                    _Mark.put_on(param, part)
+                    for param, part in zip(handle.exposed, local, strict=True)
+                ]
                 self._kept[handle] = collected, marks
         remember_accumulating(self._unit)
 
@@ -144,10 +148,9 @@ class Gradients:
         collected, marks = self._kept.pop(handle)
         dropped = [mark.take_off(param) for param, mark in zip(handle.exposed, marks, strict=True)]
         if handle.orig_mode:
-            # An empty piece shows nothing of a zero_(); the user zeroes all parameters of a unit or none.
-            held = [piece.in_shard.numel for piece in handle.pieces]
-            rest = any(d for d, numel in zip(dropped, held, strict=True) if numel)
-            dropped = [d or (rest and not n) for d, n in zip(dropped, held, strict=True)]
+            # A piece that is empty or zero shows nothing of a zero_(); users zero all parameters of a unit or none.
+            rest = any(d for d, mark in zip(dropped, marks, strict=True) if mark.tells)
+            dropped = [d or (rest and not m.tells) for d, m in zip(dropped, marks, strict=True)]
         if all(dropped):
             return None
         if handle.orig_mode:
