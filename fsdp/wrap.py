@@ -476,13 +476,13 @@ def _post_order(root: nn.Module) -> list[nn.Module]:
     return ordered
 
 
-def _is_never_called(module: nn.Module) -> bool:
+def is_never_called(module: nn.Module) -> bool:
     """Whether ``module`` is a container without a forward: hooks on it would never run."""
     return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
 
 
 def _check_is_called(module: nn.Module, root: nn.Module) -> None:
-    if _is_never_called(module):
+    if is_never_called(module):
         raise ConfigError(
             f"auto_wrap_policy chose {_place(root, module)}, whose forward is never called, so nothing would gather "
             "its parameters: choose the modules in it, or the module that holds it."
@@ -535,7 +535,7 @@ class _Selection:
         params = self._params_of(module)
         if not self._ask(module, False, _numel(params - self.params)):
             return
-        if _is_never_called(module) and self._passes_over:
+        if is_never_called(module) and self._passes_over:
             return
         self.modules.append(module)
         self.params |= params

@@ -29,6 +29,7 @@ from ..runtime.unit import Unit, UnitConfig
 from ..wrap import select_units
 from .ignored import Ignored
 from .materialize import materialize_unit
+from .replicated import left_to_policy, replicated_arguments
 
 __all__ = ["BuildArguments", "build_units"]
 
@@ -448,11 +449,13 @@ def plan_overrides(
     ignored: Ignored,
     is_wrapped: Callable[[nn.Module], bool],
     apply_override: Callable[[BuildArguments, dict[str, Any]], BuildArguments],
+    replicated: Sequence[nn.Module] = (),
 ) -> dict[nn.Module, BuildArguments]:
     """The arguments of every module that becomes a unit, inner ones first and ``root`` last.
 
     Collective: none.
     """
+    ignored = left_to_policy(ignored, replicated)
     chosen: dict[nn.Module, dict[str, Any]] = {}
     if policy is not None:
         chosen = select_units(
@@ -463,6 +466,7 @@ def plan_overrides(
             root_kwargs={"mixed_precision": arguments.mixed_precision},
             is_wrapped=is_wrapped,
         )
-    plan = {module: apply_override(arguments, extra) for module, extra in chosen.items()}
+    plan = {module: replicated_arguments(arguments) for module in replicated}
+    plan.update((module, apply_override(arguments, extra)) for module, extra in chosen.items())
     plan[root] = arguments
     return plan

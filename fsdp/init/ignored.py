@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..errors import ConfigError, ConfigTypeError, FsdpWarning
+from ..comm.topology import Axes
+from ..errors import ConfigError, ConfigTypeError, FsdpWarning, name_some
 
-__all__ = ["Ignored", "resolve_ignored"]
+__all__ = ["Ignored", "resolve_ignored", "warn_of_trainable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,26 @@ def resolve_ignored(
     owned = {param for module in below for param in module.parameters(recurse=False)}
     buffers = {buffer for module in below for buffer in module.buffers(recurse=False)}
     return Ignored(below, owned | set(params), buffers)
+
+
+def warn_of_trainable(root: nn.Module, ignored: Ignored, axes: Axes) -> None:
+    """Say, once a model, that nobody averages the gradients of ignored parameters.  Collective: none."""
+    groups = [group for group in (axes.shard, axes.replicate) if group is not None]
+    several = any(group.size() > 1 for group in groups)
+    if not several or root in ignored.modules or any(group.rank() for group in groups):
+        return
+    names = [
+        name
+        for name, param in root.named_parameters()
+        if param in ignored.params and param.requires_grad
+    ]
+    if names:
+        warnings.warn(
+            f"ignored parameters are trainable, and their gradients are not averaged over ranks: {name_some(names)}. "
+            "Freeze them, average their gradients yourself, or pass their modules as replicated_modules instead.",
+            FsdpWarning,
+            stacklevel=3,  # where the user wraps
+        )
 
 
 def _listed(name: str, items: Iterable[object] | None) -> list[object]:
