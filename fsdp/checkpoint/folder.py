@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, FsdpWarning
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, Head, Manifest
 from .raw import DataFiles
 
 __all__ = ["Place", "checkpoints_in", "find", "is_good", "latest"]
@@ -63,12 +63,12 @@ class Place:
             raise CheckpointError(
                 f"{self.path} exists already: save under another name, or pass overwrite=True."
             )
+        if self.path.exists() and not _is_ours(self.path):
+            raise CheckpointError(f"{self.path} is no checkpoint: it is not replaced.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.abandon()
         self.incomplete.mkdir()
-        return 1 + max(
-            (manifest.number for _, manifest in checkpoints_in(self.path.parent)), default=0
-        )
+        return 1 + max((head.number for _, head in checkpoints_in(self.path.parent)), default=0)
 
     def commit(self, manifest: Manifest) -> None:
         """Let the checkpoint appear (see Note [Commit]), then remove old ones."""
@@ -93,10 +93,11 @@ class Place:
         parent = self.path.parent
         try:
             for left in (*parent.glob(f"*{_REMOVING}"), *parent.glob(f"*{_INCOMPLETE}")):
-                shutil.rmtree(left)
+                if _is_ours(left):
+                    shutil.rmtree(left)
             kept = 0
-            for path, manifest in checkpoints_in(parent):
-                if not manifest.disposable:
+            for path, head in checkpoints_in(parent):
+                if not head.disposable:
                     continue
                 if kept < keep_last:
                     kept += is_good(path)
@@ -122,17 +123,22 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints in a folder, newest first; those whose manifest is damaged left out."""
+def checkpoints_in(parent: Path) -> list[tuple[Path, Head]]:
+    """The complete checkpoints in a folder, newest first; their manifests are not verified."""
     found = []
-    for path in parent.glob(f"*/{MANIFEST}"):
-        if path.parent.suffix in (_INCOMPLETE, _REMOVING, _REPLACED):
-            continue
-        try:
-            found.append((path.parent, Manifest.read(path.parent)))
-        except CheckpointError:
-            continue
+    for manifest in parent.glob(f"*/{MANIFEST}"):
+        path = manifest.parent
+        head = Head.read(path)
+        if head is not None and path.suffix not in (_INCOMPLETE, _REMOVING, _REPLACED):
+            found.append((path, head))
     return sorted(found, key=lambda item: item[1].number, reverse=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a save writes."""
+    return folder.is_dir() and all(
+        item.name == MANIFEST or item.match("rank-*.bin") for item in folder.iterdir()
+    )
 
 
 def is_good(path: Path) -> bool:
@@ -157,7 +163,7 @@ def latest(parent: str | os.PathLike[str]) -> Path | None:
     """
     folder = Path(parent)
     replaced = [path for path in folder.glob(f"*{_REPLACED}") if not path.with_suffix("").exists()]
-    found = [(path, manifest.number) for path, manifest in checkpoints_in(folder)]
+    found = [(path, head.number) for path, head in checkpoints_in(folder)]
     found += [(path, Manifest.read(path).number) for path in replaced if is_good(path)]
     for path, _ in sorted(found, key=lambda item: item[1], reverse=True):
         if is_good(path):

@@ -13,6 +13,7 @@ Keys are ``model/<fqn>``, ``optimizer/<state>/<fqn>``, ``optimizer``, ``extra/<n
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +24,14 @@ import torch
 
 from ..errors import CheckpointError
 
-__all__ = ["BLOCK", "MANIFEST", "Chunk", "Manifest", "Stored", "TensorEntry", "dtype_named"]
+__all__ = ["BLOCK", "MANIFEST", "Chunk", "Head", "Manifest", "Stored", "TensorEntry", "dtype_named"]
 
 MANIFEST = "manifest.json"
 BLOCK = (
     1 << 20
 )  # bytes under one checksum, so that a part of a chunk can be read and still be verified
+_HEAD_BYTES = 512
+_HEAD = re.compile(rb'"number": (\d+), .*?"disposable": (true|false)')
 _FORMAT = "fsdp-checkpoint"
 _VERSION = 1
 
@@ -71,6 +74,29 @@ class TensorEntry:
     def numel(self) -> int:
         """Elements."""
         return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the first bytes of a manifest say, not verified: enough to put checkpoints in order.
+
+    Attributes:
+        number: See :class:`Manifest`.
+        disposable: See :class:`Manifest`.
+    """
+
+    number: int
+    disposable: bool
+
+    @staticmethod
+    def read(folder: Path) -> Head | None:
+        """Read it; None where there is no manifest or it does not begin as one."""
+        try:
+            with (folder / MANIFEST).open("rb") as file:
+                found = _HEAD.search(file.read(_HEAD_BYTES))
+        except OSError:
+            return None
+        return None if found is None else Head(int(found[1]), found[2] == b"true")
 
 
 @dataclass(frozen=True, slots=True)

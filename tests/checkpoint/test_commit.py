@@ -139,6 +139,21 @@ def test_a_checkpoint_is_replaced_only_on_request(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
+def test_what_is_no_checkpoint_is_never_replaced_or_removed(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    for name in ("home", "data.incomplete"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years of work")
+    (tmp_path / "file.incomplete").write_text("a download")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        checkpoint.save(tmp_path / "home", model, overwrite=True)
+    for number in range(3):
+        checkpoint.save(tmp_path / f"step-{number}", model, keep_last=1)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"home", "data.incomplete", "file.incomplete", "step-2"}
+    assert (tmp_path / "home" / "thesis.tex").exists()
+
+
 def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
     run_ranks(series, 1, tmp_path, 1)
     (tmp_path / "step-0").rename(tmp_path / "step-0.replaced")
@@ -160,6 +175,16 @@ def test_what_was_saved_without_keep_last_stays(tmp_path):
     (tmp_path / "a" / "step-0").rename(tmp_path / "best")
     run_ranks(series, 1, tmp_path, 3, keep_last=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "best", "step-2"]
+
+
+def test_a_chosen_part_is_saved_by_name(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    kept = other[1].weight.clone()
+    checkpoint.save(tmp_path / "part", model, filter=lambda name: name.startswith("0."))
+    checkpoint.load(tmp_path / "part", other)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[1].weight, kept)
 
 
 def test_a_damaged_newer_one_does_not_count_as_kept(tmp_path):
@@ -277,8 +302,8 @@ def test_other_models_are_refused_by_name_before_anything_is_changed(good):
 # -- parts of a model --------------------------------------------------------------------------------------------------
 
 
-def adapters(parent):
-    model, optimizer = build("lora", orig=True)
+def adapters(parent, orig):
+    model, optimizer = build("lora", orig=orig)
     step("lora", model, optimizer)
     traffic = {}
     for kind, kwargs in {"all": {}, "adapters": {"trainable_only": True}}.items():
@@ -295,7 +320,13 @@ def adapters(parent):
         traffic[kind] = sum(moved)
         for unit in model._unit.root.units:
             del unit.shard.exchange
-    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
+    trainable = {
+        fqn
+        for unit in model._unit.root.units
+        for handle in unit.handles
+        if handle.requires_grad
+        for fqn in handle.fqns
+    }
     bytes_of = {
         fqn: piece.in_slot.numel * handle.dtype.itemsize
         for unit in model._unit.root.units
@@ -312,8 +343,9 @@ def adapters(parent):
     return traffic, own
 
 
-def test_trainable_only_moves_and_loads_adapters_alone(tmp_path):
-    for traffic, own in run_ranks(adapters, 2, tmp_path):
+@pytest.mark.parametrize("orig", [False, True])
+def test_trainable_only_moves_and_loads_adapters_alone(tmp_path, orig):
+    for traffic, own in run_ranks(adapters, 2, tmp_path, orig):
         assert traffic["adapters"] == own < traffic["all"]
 
 
