@@ -49,6 +49,9 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("host_overhead", "host time per unit and step on a fake process group"),
         Benchmark("step_time", "time of a training step on 2 gloo ranks, three unit sizes"),
+        Benchmark(
+            "slow_link", "training step over links of 1, 2 and 5 Gbit/s, 2 hosts on one machine"
+        ),
         Benchmark("memory", "peak resident memory of construction and step, 2 gloo ranks"),
         Benchmark("scaling", "host time per unit against units, parameters and world size"),
         Benchmark("cuda", "step time and memory of a Llama-like stack on one GPU, fake group"),
@@ -56,5 +59,6 @@ BENCHMARKS = {
             "zero", "step, consolidation and traffic of ZeroRedundancyOptimizer, 2 gloo ranks"
         ),
         Benchmark("whole_param", "Muon step at owners and on every rank, 2 gloo ranks"),
+        Benchmark("compression", "step, traffic and loss with rounded communication, 2 gloo ranks"),
     )
 }
