@@ -60,6 +60,7 @@ from .names import (
 )
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
+from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
 from .runtime.root import Root
 from .runtime.unit import Unit
@@ -195,6 +196,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         _put_wrappers_in_place(module, wrappers)
         self._adopt(module, built[module], arguments)
         _start_root(self)
+        if auto_wrap_policy is not None:
+            warn_of_wrapping(self._unit.root)
         if callable(getattr(module, "generate", None)):
             self.register_forward_method("generate")
 
@@ -326,6 +329,24 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         """
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         return [child for child in found if child.check_is_root()] if root_only else found
+
+    def explain(self) -> Explanation:
+        """What wrapping did: units, parameters, bytes, and the order of gathers; print it.
+
+        Collective: none.
+
+        Example::
+
+            print(model.explain())
+        """
+        return explain(self._unit.root)
+
+    def precision_report(self) -> PrecisionReport:
+        """The dtypes every unit's parameters are stored, computed, reduced and updated in; print it.
+
+        Collective: none.
+        """
+        return precision_report(self._unit.root)
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

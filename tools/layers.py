@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"errors", "config", "names", "_torch", "_pytree"}),),
     tuple(frozenset({name}) for name in ("wrap", "flat", "comm", "schedule")),
     tuple(frozenset({name}) for name in ("runtime", "plan")),
-    tuple(frozenset({name}) for name in ("init", "state", "optim")),
+    tuple(frozenset({name}) for name in ("init", "state", "optim", "report")),
     (frozenset({"wrapper"}),),
     (frozenset({"checkpoint"}),),
     tuple(frozenset({name}) for name in ("cli", "compat")),
