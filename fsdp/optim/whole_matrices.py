@@ -25,7 +25,7 @@ from torch import nn
 
 from ..comm.collectives import DONE, Collectives, Work
 from ..flat.handle import FlatParamHandle
-from ..flat.layout import Piece, Slot
+from ..flat.layout import Slot
 from ..flat.parameter import set_grad
 from ..runtime.held import Held
 from ..runtime.unit import Unit
@@ -40,10 +40,11 @@ class Matrix:
         item: The parameter.
         group: The parameter group it belongs to.
         owner: ``(shard rank, replica rank)`` that steps it.
+        spans: Which of its elements, in memory order, each rank of the shard group holds.
         whole: On the owner what the optimizer holds: the parameter's shape, memory only during its step; else None.
     """
 
-    __slots__ = ("_memory", "group", "item", "owner", "whole")
+    __slots__ = ("_memory", "group", "item", "owner", "spans", "whole")
 
     def __init__(self, item: Held, group: int, owner: tuple[int, int]) -> None:
         self.item = item
@@ -52,6 +53,7 @@ class Matrix:
         self.whole: nn.Parameter | None = None
         unit = item.unit
         assert unit is not None
+        self.spans = tuple(item.span_on(rank) for rank in range(unit.shard.size))
         if owner == (unit.shard.rank, unit.replicate.rank):
             slot, like = self.slot, self.handle.flat_param
             values = torch.empty_strided(
@@ -76,10 +78,6 @@ class Matrix:
     def nbytes(self) -> int:
         """Bytes of the whole parameter."""
         return self.item.numel * self.handle.dtype.itemsize
-
-    def piece(self, shard_rank: int) -> Piece:
-        """What ``shard_rank`` holds of it."""
-        return self.handle.layout.pieces(shard_rank)[self.item.index]
 
     def allocate(self, grad_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the whole parameter memory and a gradient; both as ``[numel]`` in memory order, not filled."""
@@ -203,7 +201,7 @@ class Transfer:
         ]
         sizes = [
             sum(
-                matrix.piece(peer).in_slot.numel * (matrix.handle.dtype.itemsize + dtype.itemsize)
+                matrix.spans[peer].numel * (matrix.handle.dtype.itemsize + dtype.itemsize)
                 for matrix in self.owned
                 for dtype in [self._grad_dtype(matrix)]
             )
@@ -218,7 +216,7 @@ class Transfer:
         for matrix in self.owned:
             values, grads = matrix.allocate(self._grad_dtype(matrix))
             for peer in self._peers:
-                span = matrix.piece(peer).in_slot
+                span = matrix.spans[peer]
                 for whole in (values, grads):
                     places[peer] = _unpack(
                         self._received[peer], places[peer], whole[span.start : span.stop]
@@ -229,14 +227,14 @@ class Transfer:
         """Start to send the new values back, and free the whole parameters.  Collective: every rank of the axes."""
         sends = []
         for peer in self._peers:
-            spans = [(matrix, matrix.piece(peer).in_slot) for matrix in self.owned]
+            spans = [(matrix, matrix.spans[peer]) for matrix in self.owned]
             sends.append(self._packed(m.values()[span.start : span.stop] for m, span in spans))
         for matrix in self.owned:
             matrix.free()
         me = self.bucket.shard.rank
         sizes = [
             sum(
-                matrix.piece(me).in_slot.numel * matrix.handle.dtype.itemsize
+                matrix.spans[me].numel * matrix.handle.dtype.itemsize
                 for matrix in self._matrices
                 if matrix.owner == (peer, self._replica)
             )

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import _torch
 from ..flat.handle import FlatParamHandle
+from ..flat.layout import Span
 from ..flat.sharing import Site
 from ..names import clean_tensor_name, join_names
 from .unit import Unit
@@ -51,6 +52,14 @@ class Held:
             return self.key.numel()
         return self.handle.layout.slots[self.index].span.numel
 
+    def span_on(self, rank: int) -> Span:
+        """Which of its elements, counted in memory order, a rank of the shard group holds; none is ``Span(0, 0)``."""
+        assert self.handle is not None
+        layout = self.handle.layout
+        slot = layout.slots[self.index].span
+        held = slot.clip(layout.owned(rank))
+        return held.shift(-slot.start) if held.numel else Span(0, 0)
+
     @property
     def is_kept_here(self) -> bool:
         """Whether this rank's part of it is not empty (or the whole is), so that an optimizer here steps it."""
@@ -68,9 +77,8 @@ class Held:
             rank: Another rank of the shard group whose piece is wanted.
         """
         assert self.handle is not None
-        layout = self.handle.layout
-        pieces = self.handle.pieces if rank is None else layout.pieces(rank)
-        slot, piece = layout.slots[self.index], pieces[self.index]
+        slot = self.handle.layout.slots[self.index]
+        span = self.span_on(self.handle.rank if rank is None else rank)
         value = value.detach().reshape(slot.shape)
         if value.stride() != slot.stride:
             ordered = torch.empty_strided(
@@ -78,8 +86,7 @@ class Held:
             )
             value = ordered.copy_(value)
         memory = value.as_strided((slot.span.numel,), (1,), value.storage_offset())
-        own = memory[piece.in_slot.start : piece.in_slot.stop]
-        return own.to(self.handle.device, copy=True)
+        return memory[span.start : span.stop].to(self.handle.device, copy=True)
 
     def shaped(self, piece: torch.Tensor) -> torch.Tensor:
         """``piece`` ``[n]`` in the shape the exposed original parameter has on this rank; a view."""

@@ -233,18 +233,12 @@ def _merge(
             if with_state:
                 members.append(_Member(item, known[with_state[0]], with_state[0]))
             continue
-        keepers = [rank for rank in known if _keeps(item, rank[0])]
+        keepers = [rank for rank in known if not item.numel or item.span_on(rank[0]).numel]
         _check_equal(item, {rank: known[rank] for rank in keepers})
         description = known[keepers[0]]
         if description.values:
             members.append(_Member(item, description, None))
     return members
-
-
-def _keeps(item: Held, shard_rank: int) -> bool:
-    assert item.handle is not None
-    layout = item.handle.layout
-    return not item.numel or layout.pieces(shard_rank)[item.index].in_slot.numel > 0
 
 
 def _check_equal(item: Held, known: Mapping[tuple[int, int], _Description]) -> None:
@@ -254,7 +248,7 @@ def _check_equal(item: Held, known: Mapping[tuple[int, int], _Description]) -> N
     if differing:
         raise CheckpointError(
             describe(
-                f"ranks differ in what optimizer state the parameter has: {sorted(first)} on most, "
+                f"ranks differ in what optimizer state the parameter has: {sorted(first)} on some, "
                 f"{sorted(names[differing[0]])} on shard rank {differing[0][0]}",
                 fqn=item.fqn,
                 remedy="Load the same state and make the same steps on every rank.",
@@ -320,7 +314,7 @@ def _of_unit(
     said: list[list[_Said]],
     delivery: Delivery,
 ) -> dict[str, dict[str, Any]]:
-    """The state of one unit's parameters on this rank: whole, or its rows."""
+    """The state of one unit's parameters on this rank: whole, or its slices."""
     # Copied for each: parameters of one flat parameter share a description, and may not share its `step`.
     state = {
         member.item.fqn: {
