@@ -190,7 +190,7 @@ class FolderWriter(StorageWriter):
             else:
                 chunks.setdefault(result.index.fqn, []).append(written.chunk)
         tensors = {}
-        for key, entry in metadata.state_dict_metadata.items():
+        for key, entry in sorted(metadata.state_dict_metadata.items()):
             if isinstance(entry, TensorStorageMetadata):
                 dtype = str(entry.properties.dtype).removeprefix("torch.")
                 ordered = sorted(chunks[key], key=lambda chunk: chunk.offsets)

@@ -71,7 +71,7 @@ def loaded(path, name, kwargs):
 def assert_same(expected, actual, where=""):
     """Bitwise, through dicts and lists."""
     if isinstance(expected, dict):
-        assert list(map(str, expected)) == list(map(str, actual)), where
+        assert sorted(map(str, expected)) == sorted(map(str, actual)), where
         for key in expected:
             assert_same(expected[key], actual[key], f"{where}/{key}")
     elif isinstance(expected, list | tuple):

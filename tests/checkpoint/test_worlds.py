@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -54,7 +54,12 @@ def check(name, saver, loader, worlds, how="save"):
 EXAMPLES = {"fast": 8, "ci": 20, "slow": 500}[os.environ.get("HYPOTHESIS_PROFILE", "fast")]
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+# Worlds take seconds: a failing one is shown as it was found.
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 @given(
     st.sampled_from(SAFE),
     SIDES,
