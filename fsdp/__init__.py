@@ -23,6 +23,7 @@ from .errors import FsdpError, FsdpWarning
 from .flat.parameter import FlatParameter
 from .names import clean_tensor_name
 from .optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from .optim.clip import clip_grad_norm_
 from .optim.groups import split_decay_groups
 from .wrapper import FullyShardedDataParallel
 
@@ -50,6 +51,7 @@ __all__ = [
     "StateDictType",
     "ZeroRedundancyOptimizer",
     "clean_tensor_name",
+    "clip_grad_norm_",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "split_decay_groups",

@@ -383,7 +383,11 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float | torch.Tensor, norm_type: float | int = 2.0
+        self,
+        max_norm: float | torch.Tensor,
+        norm_type: float | int = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Scale all gradients so that the norm of the unsharded gradient is at most ``max_norm``.
 
@@ -392,13 +396,15 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         Args:
             max_norm: Upper bound of the norm.
             norm_type: Order of the norm; any number, ``inf`` included.
+            error_if_nonfinite: Whether a norm that is infinite or not a number is an error that names the parameters.
+                The host then waits for the norm; not inside ``Join``.
 
         Returns:
             The norm before clipping: 0-dimensional, on the compute device, equal on every rank.  The host does not
             wait for it.
 
         Raises:
-            UsageError: On a wrapper that is not the outermost one, or if ``no_sync`` left gradients unreduced.
+            UsageError: If the norm is not finite and ``error_if_nonfinite``; on a wrapper that is not the outermost one, or if ``no_sync`` left gradients unreduced.
         """
         self._check_is_outermost("clip_grad_norm_")
         units = _units_in(self)
@@ -413,15 +419,28 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             )
         uneven = self._unit.root.uneven
         if uneven is not None:
+            if error_if_nonfinite:
+                raise UsageError("error_if_nonfinite is not supported inside Join: look at the norm.")
             uneven.clip(float(max_norm), float(norm_type))
-        return self._clip(float(max_norm), float(norm_type))
+        return self._clip(
+            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
 
     @torch.no_grad()
-    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def _clip(
+        self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         units = _units_in(self)
         managed = {param for unit in units for handle in unit.handles for param in handle.exposed}
         others = [param for param in self.parameters() if param not in managed]
-        return clip_units(units, others, max_norm, norm_type, self.compute_device)
+        return clip_units(
+            units,
+            others,
+            max_norm,
+            norm_type,
+            self.compute_device,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def register_forward_method(self, name: str) -> None:
         """Let the wrapped module's method ``name`` gather parameters as its forward does.

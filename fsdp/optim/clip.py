@@ -4,18 +4,120 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
 from ..comm.collectives import Collectives
-from ..errors import FsdpWarning
-from ..runtime.unit import Unit
+from ..errors import ConfigTypeError, FsdpWarning, UsageError, describe, name_some
+from ..flat.handle import FlatParamHandle
+from ..runtime.unit import Unit, living_units
 
-__all__ = ["clip_units"]
+__all__ = ["clip_grad_norm_", "clip_units"]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Parameters sharded over the same ranks.
+
+    Attributes:
+        collectives: Of those ranks.
+        params: The parameters optimizers hold.
+        handles: The handles they come from, each once.
+    """
+
+    collectives: Collectives
+    params: list[nn.Parameter] = field(default_factory=list)
+    handles: dict[FlatParamHandle, None] = field(default_factory=dict)
+
+
+_Groups = Mapping[tuple[int, int, int], _Shared]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of ``parameters`` so that the norm of them all, unsharded, is at most ``max_norm``.
+
+    For several models, or some of their parameters, where :meth:`FullyShardedDataParallel.clip_grad_norm_` takes one
+    model.  Parameters that no wrapper manages count once and must have the same gradient on every rank.
+
+    Collective: every rank of the process groups of the units the parameters belong to, with the same parameters.
+
+    Args:
+        parameters: A tensor, a module, or an iterable of tensors, modules and parameter groups.
+        max_norm: Upper bound of the norm.
+        norm_type: Order of the norm; any number, ``inf`` included.
+        error_if_nonfinite: Whether a norm that is infinite or not a number is an error.  The host waits for the norm.
+
+    Returns:
+        The norm before clipping: 0-dimensional, on the device of the gradients, equal on every rank.
+
+    Raises:
+        UsageError: If ``error_if_nonfinite`` and the norm is not finite, naming the parameters (nothing is scaled), or
+            if ``no_sync`` left gradients of a parameter unreduced.
+        ConfigTypeError: If ``parameters`` holds anything else.
+
+    Example::
+
+        fsdp.clip_grad_norm_([*actor.parameters(), *critic.parameters()], 1.0)
+    """
+    params = dict.fromkeys(_flatten(parameters))
+    owners = {
+        param: (unit, handle)
+        for unit in living_units()
+        for handle in unit.handles
+        for param in handle.exposed
+        if param in params
+    }
+    groups: dict[tuple[int, int, int], _Shared] = {}
+    for param in params:
+        if param in owners:
+            unit, handle = owners[param]
+            _check_reduced(unit)
+            shared = groups.setdefault(unit.group_key, _Shared(unit.shard))
+            shared.params.append(param)
+            shared.handles[handle] = None
+    others = [param for param in params if param not in owners]
+    device = next((param.device for param in params), torch.device("cpu"))
+    return _clip(groups, others, float(max_norm), float(norm_type), device, error_if_nonfinite)
+
+
+def _flatten(parameters: Any) -> Iterable[nn.Parameter]:
+    if isinstance(parameters, torch.Tensor):
+        yield parameters  # type: ignore[misc]
+    elif isinstance(parameters, nn.Module):
+        yield from parameters.parameters()
+    elif isinstance(parameters, Mapping) and "params" in parameters:
+        yield from _flatten(parameters["params"])
+    elif isinstance(parameters, Iterable) and not isinstance(parameters, str | Mapping):
+        for item in parameters:
+            yield from _flatten(item)
+    else:
+        raise ConfigTypeError(
+            f"clip_grad_norm_ got a {type(parameters).__name__}: expected tensors, modules or parameter groups."
+        )
+
+
+def _check_reduced(unit: Unit) -> None:
+    if unit.accumulating:
+        raise UsageError(
+            describe(
+                "clip_grad_norm_ was called while gradients of no_sync backwards are still unreduced",
+                unit=unit.name,
+                remedy="Run the last backward of the accumulation outside no_sync.",
+            ),
+            unit=unit.name,
+        )
 
 
 def clip_units(
@@ -24,6 +126,8 @@ def clip_units(
     max_norm: float,
     norm_type: float,
     device: torch.device,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale gradients so that the norm of the whole model's gradient is at most ``max_norm``.
 
@@ -38,37 +142,96 @@ def clip_units(
         max_norm: Upper bound.
         norm_type: Any order, ``inf`` and ``-inf`` included.
         device: Where the norm is computed.
+        error_if_nonfinite: See :func:`clip_grad_norm_`.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
+
+    Raises:
+        UsageError: See :func:`clip_grad_norm_`.
     """
-    groups: dict[tuple[int, int, int], tuple[Collectives, list[torch.Tensor]]] = {}
+    groups: dict[tuple[int, int, int], _Shared] = {}
     for unit in units:
-        _, grads = groups.setdefault(unit.group_key, (unit.shard, []))
-        grads.extend(_grads(param for handle in unit.handles for param in handle.exposed))
+        shared = groups.setdefault(unit.group_key, _Shared(unit.shard))
+        for handle in unit.handles:
+            shared.params.extend(handle.exposed)
+            shared.handles[handle] = None
+    return _clip(groups, others, max_norm, norm_type, device, error_if_nonfinite)
+
+
+def _clip(  # noqa: PLR0913 what both entries hand down
+    groups: _Groups,
+    others: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    error_if_nonfinite: bool,  # noqa: FBT001
+) -> torch.Tensor:
     rest = _grads(others)
-    every = [grad for _, grads in groups.values() for grad in grads] + rest
+    grads_of = {key: _grads(shared.params) for key, shared in groups.items()}
+    every = [grad for grads in grads_of.values() for grad in grads] + rest
     dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in every) else torch.float32
     total = _power_sum(rest, norm_type, dtype, device)
-    for collectives, grads in groups.values():
-        part = _power_sum(grads, norm_type, dtype, device)
+    for key, shared in groups.items():
+        part = _power_sum(grads_of[key], norm_type, dtype, device)
         op = {math.inf: "max", -math.inf: "min"}.get(norm_type, "sum")
-        collectives.all_reduce([part], op=op).wait()
+        shared.collectives.all_reduce([part], op=op).wait()
         total = _combine(total, part, norm_type)
     if norm_type not in (math.inf, -math.inf, 0.0):
         total = total.pow(1.0 / norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise _nonfinite(groups, rest, total.item())
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if every:
         _torch.foreach_mul(every, coefficient)
     else:
         warnings.warn(
-            "clip_grad_norm_ was called on rank "
-            f"{dist.get_rank()} with no gradients -- returning the total norm in the default dtype "
-            f"{_result_dtype(every)}, which is that of the other ranks' gradients.",
+            "clip_grad_norm_ found no gradients on this rank; the norm is that of the other ranks' gradients.",
             FsdpWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return total.to(_result_dtype(every))
+
+
+def _nonfinite(groups: _Groups, rest: Sequence[torch.Tensor], norm: float) -> UsageError:
+    """The error that names the parameters whose gradient is not finite on any rank.
+
+    Collective: every rank of the groups.
+    """
+    names: list[str] = []
+    for shared in groups.values():
+        handles = list(shared.handles)
+        flags = torch.tensor(
+            [flag for handle in handles for flag in _nonfinite_pieces(handle)],
+            dtype=torch.uint8,
+            device=handles[0].device,
+        )
+        shared.collectives.all_reduce([flags], op="max").wait()
+        fqns = [fqn for handle in handles for fqn in handle.fqns]
+        names += [fqn for fqn, bad in zip(fqns, flags.tolist(), strict=True) if bad]
+    unmanaged = sum(not bool(grad.isfinite().all()) for grad in rest)
+    found = name_some(names) if names else "of none that is sharded"
+    if unmanaged:
+        found += f", and of {unmanaged} that no wrapper manages"
+    return UsageError(
+        describe(
+            f"the norm of the gradients is {norm}: not finite are the gradients of {found}",
+            fqn=names[0] if names else None,
+            remedy="Skip the step, or look for the operation with torch.autograd.detect_anomaly.",
+        ),
+        fqn=names[0] if names else None,
+    )
+
+
+def _nonfinite_pieces(handle: FlatParamHandle) -> list[bool]:
+    """For each original parameter whether this rank's piece of its gradient is not finite."""
+    if handle.orig_mode:
+        grads = [param.grad for param in handle.exposed]
+    else:
+        flat = handle.flat_param.grad
+        spans = [piece.in_shard for piece in handle.pieces]
+        grads = [None if flat is None else flat[span.start : span.stop] for span in spans]
+    return [grad is not None and not bool(grad.isfinite().all()) for grad in grads]
 
 
 def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

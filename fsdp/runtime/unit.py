@@ -30,7 +30,7 @@ from .param_hooks import ParamHooks
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["Residency", "Unit", "UnitConfig"]
+__all__ = ["Residency", "Unit", "UnitConfig", "living_units"]
 
 
 _LONGEST_KEPT = 256
@@ -119,6 +119,7 @@ class Unit:
         self.module = module
         self.modules = tuple(modules)
         self.gate = gate
+        _living.add(self)
         self.buffer_masters: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.dtype_rules = precision.DtypeRules()
         self.rule_casts: precision.RuleCasts | None = None
@@ -718,6 +719,14 @@ def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
     if type(value) in (list, tuple, dict) and 0 < len(value) <= _LONGEST_KEPT:
         return iter_tensors(value)
     return ()
+
+
+_living: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def living_units() -> list[Unit]:
+    """Every unit of the process that is still in use, in no order.  Collective: none."""
+    return list(_living)
 
 
 class _Once:
