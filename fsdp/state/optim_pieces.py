@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,10 +114,11 @@ def slices_from_flats(
         outgoing.append([])
         incoming.append([])
         for (layout, shard), own in zip(flats, slices, strict=True):
-            for _, in_shard, _ in _overlaps(layout, me, peer):
-                outgoing[-1].append(shard[in_shard.start : in_shard.stop])
-            for index, _, in_slices in _overlaps(layout, peer, me):
-                incoming[-1].append(own[index][in_slices.start : in_slices.stop])
+            for index, mine in enumerate(own):
+                sent = _overlap(layout, index, me, peer)
+                outgoing[-1].append(shard[sent.in_shard.start : sent.in_shard.stop])
+                got = _overlap(layout, index, peer, me)
+                incoming[-1].append(mine[got.in_slices.start : got.in_slices.stop])
     _swap(unit.shard, outgoing, incoming)
     return slices
 
@@ -134,36 +135,48 @@ def flats_from_slices(
         wanted: For each parameter its layout, its index there, and this rank's slices of it, ``[m]``.
     """
     me = unit.shard.rank
-    pieces = [
-        slices.new_empty(layout.pieces(me)[index].in_slot.numel) for layout, index, slices in wanted
-    ]
+    pieces = []
+    starts = []
+    for layout, index, slices in wanted:
+        held = layout.slots[index].span.clip(layout.owned(me))
+        pieces.append(slices.new_empty(held.numel))
+        starts.append(held.start - layout.owned(me).start)
     outgoing: list[list[torch.Tensor]] = []
     incoming: list[list[torch.Tensor]] = []
     for peer in range(unit.shard.size):
         outgoing.append([])
         incoming.append([])
-        for (layout, index, slices), piece in zip(wanted, pieces, strict=True):
-            for at, _, in_slices in _overlaps(layout, peer, me):
-                if at == index:
-                    outgoing[-1].append(slices[in_slices.start : in_slices.stop])
-            offset = layout.pieces(me)[index].in_shard.start
-            for at, in_shard, _ in _overlaps(layout, me, peer):
-                if at == index:
-                    incoming[-1].append(piece[in_shard.start - offset : in_shard.stop - offset])
+        for (layout, index, slices), piece, start in zip(wanted, pieces, starts, strict=True):
+            sent = _overlap(layout, index, peer, me).in_slices
+            outgoing[-1].append(slices[sent.start : sent.stop])
+            got = _overlap(layout, index, me, peer).in_shard
+            if got.numel:
+                incoming[-1].append(piece[got.start - start : got.stop - start])
     _swap(unit.shard, outgoing, incoming)
     return pieces
 
 
-def _overlaps(layout: FlatLayout, flat_rank: int, slice_rank: int) -> list[tuple[int, Span, Span]]:
-    """What the shard of one rank shares with the slices of another: parameter, place in both."""
-    found = []
-    for index, (slot, piece) in enumerate(zip(layout.slots, layout.pieces(flat_rank), strict=True)):
-        wanted = slice_span(slot, layout.world_size, slice_rank)
-        both = piece.in_slot.clip(wanted)
-        if both.numel:
-            offset = piece.in_shard.start - piece.in_slot.start
-            found.append((index, both.shift(offset), both.shift(-wanted.start)))
-    return found
+class _Overlap(NamedTuple):
+    """Elements of one parameter that lie in a rank's shard and in another's slices: their place in either."""
+
+    in_shard: Span
+    in_slices: Span
+
+
+def _overlap(layout: FlatLayout, index: int, flat_rank: int, slice_rank: int) -> _Overlap:
+    """What the shard of one rank shares with the slices of another; empty spans if nothing.  Pure."""
+    slot, owned = layout.slots[index], layout.owned(flat_rank)
+    held = slot.span.clip(owned)
+    if not held.numel:
+        return _NOTHING
+    wanted = slice_span(slot, layout.world_size, slice_rank)
+    both = held.shift(-slot.span.start).clip(wanted)
+    if not both.numel:
+        return _NOTHING
+    return _Overlap(both.shift(slot.span.start - owned.start), both.shift(-wanted.start))
+
+
+_NOTHING = _Overlap(Span(0, 0), Span(0, 0))
 
 
 def _swap(
