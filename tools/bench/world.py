@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-__all__ = ["all_gather", "fake_group", "reduce_scatter", "run_child", "run_gloo"]
+from .hosts import INTERFACE, enter
+
+__all__ = ["all_gather", "fake_group", "reduce_scatter", "run_child", "run_fake", "run_gloo"]
+
+_HOSTS = "FSDP_BENCH_HOSTS"
 
 # torch 2.13 renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,10 +34,22 @@ def run_gloo(
     world_size: int,
     *,
     environment: Mapping[str, str] | None = None,
+    hosts: Sequence[str] = (),
     **arguments: Any,
 ) -> list[Any]:
-    """Run ``function(**arguments)`` on fresh gloo ranks with one thread each; its results in rank order."""
-    return _run(_gloo_rank, function, world_size, arguments, environment or {})
+    """Run ``function(**arguments)`` on fresh gloo ranks with one thread each; its results in rank order.
+
+    Rank i runs in the network namespace ``hosts[i]``, if given.
+    """
+    extra = dict(environment or {})
+    if hosts:
+        extra |= {"GLOO_SOCKET_IFNAME": INTERFACE, _HOSTS: ",".join(hosts)}
+    return _run(_gloo_rank, function, world_size, arguments, extra)
+
+
+def run_fake(function: RankFunction, world_size: int, **arguments: Any) -> list[Any]:
+    """Run ``function(**arguments)`` on as many processes at once, each a rank of a group that moves nothing."""
+    return _run(_fake_rank, function, world_size, arguments, {})
 
 
 def run_child(function: RankFunction, **arguments: Any) -> Any:
@@ -92,11 +108,22 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
 def _gloo_rank(
     rank: int, function: RankFunction, world_size: int, folder: str, arguments: dict[str, Any]
 ) -> None:
+    if _HOSTS in os.environ:
+        enter(os.environ[_HOSTS].split(",")[rank])
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT)
     _lone_rank(rank, function, world_size, folder, arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _fake_rank(
+    rank: int, function: RankFunction, world_size: int, folder: str, arguments: dict[str, Any]
+) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    _lone_rank(rank, function, world_size, folder, arguments)
 
 
 def _lone_rank(
