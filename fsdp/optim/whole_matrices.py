@@ -212,6 +212,7 @@ class Transfer:
     def finish_in(self) -> None:
         """Wait, and put the whole parameters and gradients together."""
         self._work.wait()
+        self._kept = []
         places = [0] * len(self._peers)
         for matrix in self.owned:
             values, grads = matrix.allocate(self._grad_dtype(matrix))

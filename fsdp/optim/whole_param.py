@@ -49,7 +49,7 @@ class WholeParamOptimizer(torch.optim.Optimizer):
         cost: What stepping a parameter of a shape costs, in any unit; ``numel * min(shape)`` if None, as of products
             of matrices.
         bucket_bytes: About how many bytes of parameters an owner receives at a time: the memory of a step is about
-            six times that on each rank.
+            eight times that on each rank.
         options: Hyper-parameters of ``optimizer_class``.
 
     Raises:

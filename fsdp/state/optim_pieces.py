@@ -5,6 +5,7 @@ Everything of one unit goes in one launch, as bytes, however many tensors it is.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,9 +50,10 @@ def tell_all(group: Collectives, message: Any, device: torch.device) -> list[Any
     slices = whole.split(longest)
     slices[group.rank][: told.numel()].copy_(told)
     group.all_gather([Gather(whole, slices)]).wait()
+    whole = whole.cpu()
     return [
-        pickle.loads(bytes(part[:size].tolist()))
-        for part, size in zip(slices, sizes.tolist(), strict=True)
+        pickle.loads(ctypes.string_at(part.data_ptr(), size))
+        for part, size in zip(whole.split(longest), sizes.tolist(), strict=True)
     ]
 
 
