@@ -24,6 +24,7 @@ from .flat.parameter import FlatParameter
 from .names import clean_tensor_name
 from .optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from .optim.clip import clip_grad_norm_
+from .optim.ema import ShardedEMA
 from .optim.groups import split_decay_groups
 from .wrapper import FullyShardedDataParallel
 
@@ -43,6 +44,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -362,3 +362,20 @@ def count_forward_hooks(modules: Iterable[nn.Module]) -> int:
     Why: a hook of the user's may keep an intermediate from which a backward starts later.
     """
     return sum([len(module._forward_hooks) for module in modules])
+
+
+def group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """A process group of exactly these global ranks, the default one first; None if this process has made none.
+
+    Why: a pickled wrapper names its groups by their ranks; torch lists a process's groups nowhere publicly.
+    """
+    groups = [default_group(), *dist.distributed_c10d._world.pg_group_ranks]
+    for group in groups:
+        if tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    return None
+
+
+def foreach_lerp(starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Move each start towards its end by ``weight`` in place (see :func:`foreach_copy`)."""
+    torch._foreach_lerp_(starts, ends, weight)

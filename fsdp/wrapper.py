@@ -67,6 +67,7 @@ from .runtime.unit import Unit
 from .state.loading import agree, problem_of, receive_from_first
 from .state.model import StateHooks, keys_in_order
 from .state.optim_interface import OptimStateInterface
+from .state.pickled import SAVING, SavedUnit, restore_unit, saved_unit
 from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
 
@@ -295,6 +296,22 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         unit.reshard()
         unit.follow_user_changes()
         outermost = memo.setdefault(_COPYING, self) is self
+        if SAVING in memo:
+            return self._record(memo)  # type: ignore[return-value]
+        module = self._copied_module(memo)
+        made = memo[id(self)] = _wrap_child(type(self), module, unit.copied(memo), self._arguments)
+        made._exec_order_policy = self._exec_order_policy
+        made._state_hooks.settings = self._state_hooks.settings
+        for name in self._forward_methods:
+            made.register_forward_method(name)
+        if outermost:
+            del memo[_COPYING]
+            _start_root(made)
+        return made
+
+    def _copied_module(self, memo: dict[Any, Any]) -> nn.Module:
+        """A deepcopy of the wrapped module without anything of ours on it."""
+        unit = self._unit
         stale = _Stale()
         memo[id(unit)] = memo[id(self._state_hooks)] = stale
         if unit.rule_casts is not None:
@@ -303,17 +320,31 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
         for original in (*unit.modules, *self._state_hooks.left_alone):
-            _torch.remove_hooks_of(memo[id(original)], stale)
-        made = memo[id(self)] = _wrap_child(type(self), module, unit.copied(memo), self._arguments)
-        made._exec_order_policy = self._exec_order_policy
-        made._state_hooks.settings = self._state_hooks.settings
+            if isinstance(copied := memo[id(original)], nn.Module):  # an inner wrapper may be a record
+                _torch.remove_hooks_of(copied, stale)
         for name in self._forward_methods:
             del vars(module)[name]
-            made.register_forward_method(name)
-        if outermost:
-            del memo[_COPYING]
-            _start_root(made)
-        return made
+        return module
+
+    def _record(self, memo: dict[Any, Any]) -> SavedUnit:
+        module = self._copied_module(memo)
+        saved = memo[id(self)] = saved_unit(
+            self._unit,
+            module,
+            self._arguments,
+            self._state_hooks.settings,
+            tuple(self._forward_methods),
+            memo,
+        )
+        return saved
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle this rank's shards and what it takes to be the same wrapper again in the same world.
+
+        Every rank saves and loads its own: ``torch.save(model, f"model-{model.rank}.pt")``, later ``torch.load`` with
+        ``weights_only=False`` once the process groups are there.  Collective: none.
+        """
+        return _unpickled, (type(self), copy.deepcopy(self, {SAVING: True}))
 
     # -- the tree of units -----------------------------------------------------------------------------------------
 
@@ -936,6 +967,48 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
                 ),
                 unit=self._unit.name,
             )
+
+
+def _unpickled(cls: type[FullyShardedDataParallel], saved: SavedUnit) -> FullyShardedDataParallel:
+    """The outermost wrapper that was pickled as ``saved``."""
+    made = _restored(cls, saved, {})
+    _start_root(made)
+    return made
+
+
+def _restored(
+    cls: type[FullyShardedDataParallel],
+    saved: SavedUnit,
+    known: dict[int, FullyShardedDataParallel],
+) -> FullyShardedDataParallel:
+    """The wrapper that ``saved`` is the record of, inner ones first, each once."""
+    for table in _tables_below(saved.module):
+        for name, child in table.items():
+            if isinstance(child, SavedUnit):
+                if id(child) not in known:
+                    known[id(child)] = _restored(cls, child, known)
+                table[name] = known[id(child)]
+    unit, arguments = restore_unit(saved)
+    made = _wrap_child(cls, saved.module, unit, arguments)
+    made._state_hooks.settings = saved.settings
+    made.training = saved.training
+    for name in saved.forward_methods:
+        made.register_forward_method(name)
+    return made
+
+
+def _tables_below(module: nn.Module) -> list[dict[str, Any]]:
+    """The child tables of ``module`` and of everything in it that no record holds."""
+    tables: list[dict[str, Any]] = []
+    todo: list[object] = [module]
+    seen: set[nn.Module] = set()
+    while todo:
+        current = todo.pop()
+        if isinstance(current, nn.Module) and current not in seen:
+            seen.add(current)
+            tables.append(_torch.child_table(current))
+            todo.extend(_torch.child_table(current).values())
+    return tables
 
 
 _COPYING = "fsdp: the outermost wrapper that is being copied"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,22 @@ from .views import Exposure, ShardedStandIn, slot_view
 __all__ = ["FlatParamHandle"]
 
 _ALIGNMENT_BYTES = 16
+
+
+class ShardSource(Protocol):
+    """What a handle takes its layout and values from, if not from whole parameters."""
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What of each the shard holds."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """``[shard_numel]``."""
 
 
 class FlatParamHandle:
@@ -53,7 +69,7 @@ class FlatParamHandle:
         device: torch.device,
         compute_dtype: torch.dtype | None,
         orig_mode: bool,
-        copied_from: FlatParamHandle | None = None,
+        copied_from: ShardSource | None = None,
     ) -> None:
         first = params[0].param
         self.params = tuple(params)
@@ -174,8 +190,13 @@ class FlatParamHandle:
         """What flat mode shows of each parameter while sharded."""
         return self._stand_ins
 
-    def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """A handle of the same layout and values over copied modules, which ``memo`` knows from a deepcopy."""
+    @property
+    def wanted_dtype(self) -> torch.dtype | None:
+        """The compute dtype that was asked for, if any."""
+        return self._low_precision
+
+    def copied_params(self, memo: dict[int, Any]) -> list[ManagedParam]:
+        """The parameters over copied modules, which ``memo`` knows from a deepcopy."""
         params = []
         for managed in self.params:
             param = memo.get(id(managed.param))
@@ -186,8 +207,12 @@ class FlatParamHandle:
                 vars(param).update(vars(managed.param))
             sites = [replace(site, module=memo[id(site.module)]) for site in managed.sites]
             params.append(ManagedParam(param, sites))
+        return params
+
+    def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
+        """A handle of the same layout and values over copied modules (see :meth:`copied_params`)."""
         return FlatParamHandle(
-            params,
+            self.copied_params(memo),
             rank=self.rank,
             world_size=self.layout.world_size,
             device=self.device,

@@ -143,10 +143,9 @@ def _build_unit(
     modules = [owner for _, owner in members]
     gate = gate_of(arguments.axes.whole)
     unit = Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
-    unit.dtype_rules = rules
-    inside = {owner: rules.boundaries[owner] for owner in modules if owner in rules.boundaries}
-    if inside:
-        unit.rule_casts = RuleCasts(unit, inside)
+    unit.dtype_rules = rules.within(modules)
+    if unit.dtype_rules.boundaries:
+        unit.rule_casts = RuleCasts(unit, unit.dtype_rules.boundaries)
     return unit
 
 

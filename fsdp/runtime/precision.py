@@ -5,7 +5,7 @@ Parameters are not cast here: a unit's gather brings each of its handles into th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,6 +36,20 @@ class DtypeRules:
 
     dtypes: Mapping[nn.Module, torch.dtype] = field(default_factory=dict)
     boundaries: Mapping[nn.Module, torch.dtype] = field(default_factory=dict)
+
+    def within(self, modules: Collection[nn.Module]) -> DtypeRules:
+        """The part of them that holds for ``modules``."""
+        return DtypeRules(
+            {m: self.dtypes[m] for m in modules if m in self.dtypes},
+            {m: self.boundaries[m] for m in modules if m in self.boundaries},
+        )
+
+    def copied(self, memo: Mapping[int, Any]) -> DtypeRules:
+        """The same for the copies of those modules that ``memo`` knows from a deepcopy."""
+        return DtypeRules(
+            {memo[id(m)]: dtype for m, dtype in self.dtypes.items() if id(m) in memo},
+            {memo[id(m)]: dtype for m, dtype in self.boundaries.items() if id(m) in memo},
+        )
 
     @classmethod
     def of(cls, root: nn.Module, policy: MixedPrecision) -> DtypeRules:

@@ -185,6 +185,7 @@ class Unit:
         )
         for (module, name), master in self.buffer_masters.items():
             made.buffer_masters[memo[id(module)], name] = master.clone()
+        made.dtype_rules = self.dtype_rules.copied(memo)
         if self.rule_casts is not None:
             made.rule_casts = self.rule_casts.copied(made, memo)
         made.comm_hook, made.comm_hook_state = self.comm_hook, self.comm_hook_state
