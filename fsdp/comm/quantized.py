@@ -10,8 +10,8 @@ Note [The same weights everywhere]
     compute with equal weights while the optimizer steps exact ones.
 
 Note [Sums]
-    Each rank rounds what it sends, once a hop; what it keeps for itself is exact.  Sums are float32, in rank order, so
-    that a run can be repeated bit by bit.
+    Each rank rounds what it sends, once a hop; what it keeps for itself is exact.  Sums are float32 and do not depend
+    on the order in which messages arrive, so that a run can be repeated bit by bit.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = ["Blocks", "Hops", "QuantizedCollectives"]
 
 _SCALE_NBYTES = 4
 _NIBBLE = 4
+_AT_ONCE = 1 << 24  # numbers that are decoded together
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,11 @@ class _Decoded:
         """Wait for the bytes, then fill every slice, this rank's own included."""
         self._work.wait()
         for gather, carrier in zip(self._gathers, self._carriers, strict=True):
-            for place, coded in zip(gather.slices, carrier.slices, strict=True):
-                place.copy_(self._blocks.decode(coded.view(1, -1), place.numel()).view(-1))
+            ranks = len(gather.slices)
+            places, coded = gather.whole.view(ranks, -1), carrier.whole.view(ranks, -1)
+            numel = places.shape[1]
+            for start, stop in _portions(ranks, numel):
+                places[start:stop].copy_(self._blocks.decode(coded[start:stop], numel))
         self._gathers = self._carriers = ()
 
 
@@ -266,11 +270,12 @@ class _Sent:
         self._work.wait()
         numel = self._rows.shape[1]
         total = torch.zeros(numel, dtype=torch.float32, device=self._rows.device)
-        for rank in range(self._group.size):
-            if rank == self._group.rank:
-                total += self._rows[rank]
-            else:
-                total += self._blocks.decode(self._received[rank : rank + 1], numel).view(-1)
+        own = self._group.rank
+        for start, stop in _portions(self._group.size, numel):
+            parts = self._blocks.decode(self._received[start:stop], numel)
+            if start <= own < stop:
+                parts[own - start] = self._rows[own]
+            total += parts.sum(0)
         return total
 
 
@@ -303,6 +308,12 @@ class _SummedTwice:
             rows = self.sent.total().view(self.across.size, -1)
             self.sent = None
             self.out.copy_(_Sent(self.across, rows, self.blocks).total())
+
+
+def _portions(count: int, numel: int) -> list[tuple[int, int]]:
+    """Spans of rows of ``numel`` numbers that are decoded together: few operations, and little memory."""
+    step = max(1, _AT_ONCE // max(1, numel))
+    return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _pays(part: torch.Tensor, blocks: Blocks) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
+from fsdp.comm import quantized
 from fsdp.comm.collectives import Gather, Reduce
 from fsdp.comm.compression import Compression, compressed
 from fsdp.comm.hooks import DefaultState, reduce_scatter_hook
@@ -172,6 +173,18 @@ def exact_where_representable(ranks_per_node):
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (4, 1), (4, 4), (6, 3), (6, 2)])
 def test_two_hops_bring_every_row_to_its_rank(world_size, ranks_per_node):
     run_ranks(exact_where_representable, world_size, ranks_per_node)
+
+
+def in_portions():
+    """The same, row by row, as for tensors that are too large to be decoded at once."""
+    whole = gathered(torch.float32)
+    quantized._AT_ONCE = 1
+    assert torch.equal(gathered(torch.float32), whole)
+    exact_where_representable(2)
+
+
+def test_large_tensors_are_decoded_in_portions():
+    run_ranks(in_portions, 4)
 
 
 def fed_back(error_feedback):
