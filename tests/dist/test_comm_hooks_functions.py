@@ -404,6 +404,11 @@ def test_gossip_needs_whole_nodes():
 # -- registration --------------------------------------------------------------------------------------------------
 
 
+class Unbound:
+    def hook(self, state, grad, output):
+        raise AssertionError
+
+
 def registration():
     item, state = entry("mlp"), DefaultState(dist.group.WORLD)
 
@@ -421,6 +426,7 @@ def registration():
         model.register_comm_hook(state, allreduce_hook)
     with pytest.raises(ConfigTypeError, match=r"NO_SHARD.*\(state, grad\).*'output'"):
         wrapped("NO_SHARD").register_comm_hook(state, reduce_scatter_hook)
+    wrapped("NO_SHARD").register_comm_hook(state, Unbound.hook)  # only its first call can tell
     inner = next(w for w in FSDP.fsdp_modules(model) if w is not model)
     with pytest.raises(TrainingStateError, match="only be called on a root instance"):
         inner.register_comm_hook(state, reduce_scatter_hook)
