@@ -59,17 +59,28 @@ class ShardedStandIn(torch.Tensor):
         """Refuse every operation, naming the parameter."""
         flat_args = [*args, *(kwargs or {}).values()]
         touched = [item for item in _flatten(flat_args) if isinstance(item, cls)]
-        fqn = touched[0].fqn if touched else None
-        raise ShardedParameterError(
-            describe(
-                f"{func} touched the values of a parameter that is sharded across ranks",
-                fqn=fqn,
-                remedy="Read it inside `with FSDP.summon_full_params(model):`, or call the module that owns it "
-                "instead of using its parameter directly, or name the method that uses it in "
-                "`register_forward_method`.",
-            ),
+        raise _touched(str(func), touched[0].fqn if touched else None)
+
+    def tolist(self) -> NoReturn:
+        """Refused by name; torch has a message of its own for subclasses, which would say nothing of sharding."""
+        raise _touched("tolist", self.fqn)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused by name, as :meth:`tolist`."""
+        raise _touched("numpy", self.fqn)
+
+
+def _touched(what: str, fqn: str | None) -> ShardedParameterError:
+    return ShardedParameterError(
+        describe(
+            f"{what} touched the values of a parameter that is sharded across ranks",
             fqn=fqn,
-        )
+            remedy="Read it inside `with FSDP.summon_full_params(model):`, or call the module that owns it "
+            "instead of using its parameter directly, or name the method that uses it in "
+            "`register_forward_method`.",
+        ),
+        fqn=fqn,
+    )
 
 
 def _flatten(items: Iterable[Any]) -> Iterable[Any]:

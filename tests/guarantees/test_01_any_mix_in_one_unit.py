@@ -1,0 +1,110 @@
+"""Any mix of dtypes, ``requires_grad``, shapes and strides in one unit: one gather, and costs of the trained part only.
+
+Training of such models equals the dense one in ``tests/parity/test_training.py`` (``lora``, ``odd``, ``conv``).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from tests.dist.test_engine_features import record
+from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
+from tests.support.models import entry
+from tests.support.oracles import full_grads, full_params, mean_grads, wrap_entry
+from tests.support.ranks import run_ranks
+
+MIXED = ("lora", "odd", "conv")
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+def mixed(name, strategy):
+    item = entry(name)
+
+    def script(model, rank):
+        item.loss(model, item.make_batch(rank, 0)).backward()
+
+    expected = mean_grads(item.build(), script, range(dist.get_world_size()))
+    for orig in (False, True):
+        for wrapping in ("root", "blocks"):
+            model = wrap_entry(
+                item,
+                item.build(),
+                wrapping,
+                use_orig_params=orig,
+                sharding_strategy=ShardingStrategy[strategy],
+            )
+            assert_bitwise(dict(item.build().state_dict()), dict(model.state_dict()))
+            strides = {key: p.stride() for key, p in item.build().named_parameters()}
+            with FSDP.summon_full_params(model):
+                dense = [p for p in model.parameters() if p.dim() == 4]
+                assert all(
+                    p.is_contiguous(memory_format=torch.channels_last) for p in dense
+                ), strides
+            script(model, dist.get_rank())
+            assert_close(expected, full_grads(model), GRADIENTS)
+            frozen = {k: v for k, v in full_params(model).items() if expected[k] is None}
+            assert all(torch.equal(v, dict(item.build().named_parameters())[k]) for k, v in frozen.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_those_of_the_dense_model(world_size, name, strategy):
+    run_ranks(mixed, world_size, name, strategy)
+
+
+def counted(orig):
+    item = entry("lora")
+    model = wrap_entry(item, item.build(), use_orig_params=orig)
+    events = record(model)
+    for _ in range(2):
+        events.clear()
+        item.loss(model, item.make_batch(0, 0)).backward()
+    trained = sum(p.numel() for p in item.build().blocks[0].parameters() if p.requires_grad)
+    of_block = [event for event in events if event.unit == "blocks.0"]
+    return [event.op for event in of_block], trained
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_mixed_unit_has_one_gather_a_use_and_one_reduction(orig):
+    for ops, _ in run_ranks(counted, 2, orig):
+        assert ops.count("all_gather") == 2
+        assert ops.count("reduce_scatter") == 1
+
+
+class Frozen(nn.Module):
+    """A frozen unit between trained layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.base = nn.Linear(7, 7).requires_grad_(False)
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.out(self.base(self.inp(x)))
+
+
+def frozen_units(orig):
+    plain = Frozen()
+    inner = plain.base
+    model = FSDP(
+        plain,
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module is inner,
+        use_orig_params=orig,
+    )
+    events = record(model)
+    model(torch.ones(2, 5)).sum().backward()
+    return [event.op for event in events if event.unit == "base"]
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_frozen_unit_is_never_reduced(orig):
+    for ops in run_ranks(frozen_units, 2, orig):
+        assert "all_gather" in ops
+        assert "reduce_scatter" not in ops

@@ -1,0 +1,133 @@
+"""Random numbers: what they depend on, and what they do not.
+
+Dropout under recomputation, in every nesting, is in ``tests/dist/test_activation_checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.support.compare import assert_bitwise
+from tests.support.models import GptBlock, entry
+from tests.support.ranks import run_ranks
+from tests.support.scripts import Block, Net, assert_same_gradients, batch, build, full_grads, wrap
+
+POLICIES = {
+    "none": None,
+    "blocks": ModuleWrapPolicy({GptBlock}),
+    "all": ModuleWrapPolicy({GptBlock, nn.Embedding}),
+    "size": functools.partial(size_based_auto_wrap_policy, min_num_params=70),
+}
+
+
+def initialised(strategy, policies, init=None):
+    """The whole weights under each policy; every rank has another seed, the first one always the same."""
+    weights = []
+    for policy in policies:
+        torch.manual_seed(11 + 100 * dist.get_rank())
+        with torch.device("meta"):
+            plain = entry("gpt_rope").model()
+        model = FSDP(
+            plain,
+            auto_wrap_policy=POLICIES[policy],
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=policy != "none",
+            param_init_fn=init,
+        )
+        weights.append(dict(model.state_dict()))
+        weights[-1]["next"] = torch.rand(3)  # the user's own generator goes on as if nothing was
+    return weights
+
+
+def normal(module):
+    module.to_empty(device="cpu", recurse=False)
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param)
+    if hasattr(module, "angles"):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("init", [None, normal], ids=["reset_parameters", "param_init_fn"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_meta_initialisation_is_the_same_for_any_number_of_ranks_and_policy(strategy, init):
+    expected = run_ranks(initialised, 1, "FULL_SHARD", ["none"], init)[0][0]
+    assert expected["emb.weight"].abs().max() > 0
+    blocks = [expected[f"blocks.{i}.attn.qkv.weight"] for i in range(2)]
+    assert not torch.equal(*blocks)  # each module draws its own
+    for world_size in (1, 2, 3):
+        for rank, found in enumerate(run_ranks(initialised, world_size, strategy, POLICIES, init)):
+            for weights in found:
+                drawn = weights.pop("next")
+                if rank == 0:
+                    assert torch.equal(drawn, expected["next"])
+                names = {name: expected[name] for name in weights}
+                assert_bitwise(names, weights)
+
+
+def two_models():
+    torch.manual_seed(3)
+    pair = []
+    for _ in range(2):
+        with torch.device("meta"):
+            plain = Net()
+        pair.append(FSDP(plain).state_dict()["inp.weight"])
+    return pair
+
+
+def test_two_models_built_one_after_the_other_differ():
+    for left, right in run_ranks(two_models, 2):
+        assert not torch.equal(left, right)
+
+
+class Dropping(Block):
+    """A block with dropout, recomputed or not; notes its masks."""
+
+    recompute = False
+
+    def forward(self, x):
+        if not self.recompute:
+            return self.inside(x)
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+    def inside(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5)
+
+
+class DroppingNet(Net):
+    """Blocks with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropping(7) for _ in range(3))
+
+
+def dropout():
+    grads, outputs = [], []
+    for orig in (False, True):
+        for recompute in (False, True):
+            net = build(DroppingNet)
+            for block in net.blocks:
+                block.recompute = recompute
+            model = wrap(net, {Dropping}, use_orig_params=orig)
+            torch.manual_seed(50 + dist.get_rank())
+            out = model(batch(0))
+            outputs.append(out.detach())
+            out.square().sum().backward()
+            grads.append(full_grads(model))
+    for other in grads[1:]:
+        assert_same_gradients(grads[0], other, none_is_zero=False)
+    return outputs[0]
+
+
+def test_dropout_follows_the_ranks_own_seed_and_replays_in_recomputation():
+    first, second = run_ranks(dropout, 2)
+    assert not torch.equal(first, second)
