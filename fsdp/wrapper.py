@@ -60,6 +60,7 @@ from .names import (
 )
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
+from .plan.auto import AutoWrapPolicy, efficient_bytes
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
 from .runtime.root import Root
@@ -93,7 +94,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             ``(shard_group, replicate_group)``.
         sharding_strategy: ``FULL_SHARD`` if None.
         cpu_offload: Where shards rest; on the device if None.
-        auto_wrap_policy: Which submodules become units of their own (see ``fsdp.wrap``); None for none.
+        auto_wrap_policy: Which submodules become units of their own (see ``fsdp.wrap``); ``"auto"`` chooses by sizes
+            and repetition (:class:`fsdp.plan.auto.AutoWrapPolicy`); None for none.
         backward_prefetch: When the next gather of the backward starts; None for when it is needed.
         mixed_precision: Dtypes of computation, reduction and buffers; nothing is cast if None.
         ignored_modules: Modules whose parameters and buffers are left alone: their gradients stay local.
@@ -180,6 +182,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             allow_unused=_one_of("allow_unused", allow_unused, (None, "any_rank")),
         )
         _check_offload(arguments)
+        if isinstance(auto_wrap_policy, str):
+            auto_wrap_policy = _policy_named(auto_wrap_policy, arguments)
         overrides = plan_overrides(
             module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override, replicated
         )
@@ -320,7 +324,9 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
         for original in (*unit.modules, *self._state_hooks.left_alone):
-            if isinstance(copied := memo[id(original)], nn.Module):  # an inner wrapper may be a record
+            if isinstance(
+                copied := memo[id(original)], nn.Module
+            ):  # an inner wrapper may be a record
                 _torch.remove_hooks_of(copied, stale)
         for name in self._forward_methods:
             del vars(module)[name]
@@ -451,11 +457,11 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         uneven = self._unit.root.uneven
         if uneven is not None:
             if error_if_nonfinite:
-                raise UsageError("error_if_nonfinite is not supported inside Join: look at the norm.")
+                raise UsageError(
+                    "error_if_nonfinite is not supported inside Join: look at the norm."
+                )
             uneven.clip(float(max_norm), float(norm_type))
-        return self._clip(
-            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
-        )
+        return self._clip(float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
     def _clip(
@@ -1090,6 +1096,12 @@ def _of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
             f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."
         )
     return value
+
+
+def _policy_named(name: str, arguments: BuildArguments) -> AutoWrapPolicy:
+    _one_of("auto_wrap_policy", name, ("auto",))
+    ranks = 1 if arguments.axes.shard is None else arguments.axes.shard.size()
+    return AutoWrapPolicy(efficient_bytes(ranks, on_cpu=arguments.device.type == "cpu"))
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Choices made from the model's sizes."""
