@@ -24,7 +24,15 @@ from ..state.model import Delivery, delivering
 from ..wrapper import FullyShardedDataParallel
 from .staging import Staging
 
-__all__ = ["Part", "Pickled", "Selection", "collect", "random_state", "set_random_state"]
+__all__ = [
+    "Part",
+    "Pickled",
+    "Selection",
+    "collect",
+    "pickled_extra",
+    "random_state",
+    "set_random_state",
+]
 
 SCALARS = "optimizer"
 
@@ -94,19 +102,17 @@ class Selection:
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any] | None,
     rank: int,
     selection: Selection,
     staging: Staging,
 ) -> dict[str, Part | Pickled]:
-    """This rank's part of everything.
+    """This rank's part of the model, the optimizer and the random generators.
 
     Collective: every rank of every unit's process group.
 
     Args:
         model: Wrapped, or holding wrappers, or plain.
         optimizer: Whose state to save.
-        extra: The first rank's is saved; what has a ``state_dict`` method by its state.
         rank: This rank among those that save.
         selection: Which names.
         staging: Where tensors are kept until they are written.
@@ -122,9 +128,6 @@ def collect(
             contents[key] = _part(key, value, staging) if is_tensor else Pickled.of(value)
     if optimizer is not None:
         contents |= _optimizer_state(model, optimizer, wanted, staging, is_first=rank == 0)
-    if rank == 0:
-        for name, value in _checked(extra).items():
-            contents[f"extra/{name}"] = Pickled.of(_state_of(value))
     contents[f"rng/{rank}"] = Pickled.of(random_state())
     staging.finish()
     return contents
@@ -213,12 +216,19 @@ def _part(key: str, value: torch.Tensor, staging: Staging) -> Part:
 # -- extra -------------------------------------------------------------------------------------------------------------
 
 
-def _checked(extra: object) -> Mapping[str, Any]:
-    if extra is None:
+def pickled_extra(extra: object, rank: int) -> dict[str, Part | Pickled]:
+    """What the caller wants saved, on the first rank; what has a ``state_dict`` method by its state.
+
+    Collective: none.
+
+    Raises:
+        ConfigTypeError: If it is no mapping of names.
+    """
+    if extra is None or rank != 0:
         return {}
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise ConfigTypeError("extra is not a mapping of names to values.")
-    return extra
+    return {f"extra/{name}": Pickled.of(_state_of(value)) for name, value in extra.items()}
 
 
 def _state_of(value: Any) -> Any:

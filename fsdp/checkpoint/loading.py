@@ -94,28 +94,24 @@ def load(
     settle()
     ranks = Ranks.of(model, process_group)
     folder = ranks.from_first(lambda: find(path))
-    state: dict[str, Any] = {}
-    extras: dict[str, Any] = {}
-    optimizer_state: dict[str, Any] | None = None
-    generators: Any = None
-    problem, source, names, plan = "", None, _Names([], []), _OptimizerPlan(None, {})
-    try:
+
+    def open_and_check() -> tuple[Source, _Names, _OptimizerPlan]:
         source = Source(folder)
         names = _check_names(source, model, strict=strict)
         plan = _OptimizerPlan.of(source, model, optimizer, weights_only=weights_only)
-    except CheckpointError as error:
-        problem = str(error)
-    ranks.agree("checkpoint.load", problem)
-    assert source is not None
+        return source, names, plan
+
+    source, names, plan = ranks.attempt("checkpoint.load", open_and_check)
     with source, torch.no_grad():
-        try:
-            optimizer_state = plan.read()
-            extras = _values(source, "extra/", weights_only=weights_only)
-            generators = _random_state(source, ranks.rank)
-            state = _read_model(source, model)
-        except CheckpointError as error:
-            problem = str(error)
-        ranks.agree("checkpoint.load", problem)
+        optimizer_state, extras, generators, state = ranks.attempt(
+            "checkpoint.load",
+            lambda: (
+                plan.read(),
+                _values(source, "extra/", weights_only=weights_only),
+                _random_state(source, ranks.rank),
+                _read_model(source, model),
+            ),
+        )
         model.load_state_dict(state, strict=False)
         if optimizer is not None and optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ..comm.entry import gate_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FsdpError
 from ..wrapper import FullyShardedDataParallel
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
 __all__ = ["Ranks"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,6 +63,22 @@ class Ranks:
             )
         return Ranks(_BEHIND[self.group], self.rank, self.size)
 
+    def attempt(self, call: str, work: Callable[[], _Result]) -> _Result:
+        """Do ``work``, and raise on every rank if it failed on any.
+
+        Collective: every rank, through the store, besides what ``work`` does.
+
+        Raises:
+            CheckpointError: Saying which ranks failed and why.
+        """
+        try:
+            result = work()
+        except Exception as error:
+            self.agree(call, str(error) if isinstance(error, FsdpError) else repr(error))
+            raise
+        self.agree(call, "")
+        return result
+
     def agree(self, call: str, problem: str) -> None:
         """Raise on every rank if any has a ``problem``.
 
@@ -86,8 +104,10 @@ class Ranks:
         if self.rank == 0:
             try:
                 box[0] = make()
-            except CheckpointError as error:
-                box[1] = error
+            except Exception as error:  # noqa: BLE001 the other ranks wait for an answer
+                box[1] = (
+                    error if isinstance(error, CheckpointError) else CheckpointError(repr(error))
+                )
         if self.group is not None and self.size > 1:
             source = dist.get_global_rank(self.group, 0)
             dist.broadcast_object_list(box, src=source, group=self.group)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .contents import Part, Pickled, Selection, collect
+from .contents import Part, Pickled, Selection, collect, pickled_extra
 from .folder import Place
 from .ranks import Ranks
-from .staging import Direct, HostBuffers
+from .staging import Direct, HostBuffers, Staging
 from .storage import ContentsPlanner, FolderWriter
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def save(
     ranks = Ranks.of(model, process_group)
     place = _place(path, keep_last, overwrite=overwrite)
     selection = Selection(trainable_only, filter)
-    contents = collect(model, optimizer, extra, ranks.rank, selection, Direct())
+    contents = _taken(model, optimizer, extra, ranks, selection, Direct())
     return _write(place, contents, ranks, selection)
 
 
@@ -131,7 +131,7 @@ def async_save(
     selection = Selection(trainable_only, filter)
     behind = ranks.in_background()
     buffers = _BUFFERS.setdefault(model, HostBuffers())
-    contents = collect(model, optimizer, extra, ranks.rank, selection, buffers)
+    contents = _taken(model, optimizer, extra, ranks, selection, buffers)
     pending = PendingSave(lambda: _write(place, contents, behind, selection))
     _UNDER_WAY.append(pending)
     return pending
@@ -184,6 +184,25 @@ def settle() -> None:
     """
     while _UNDER_WAY:
         _UNDER_WAY[0].wait()
+
+
+def _taken(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: object,
+    ranks: Ranks,
+    selection: Selection,
+    staging: Staging,
+) -> _Contents:
+    """Everything this rank is to write, once every rank has its part.
+
+    Raises:
+        CheckpointError: If any rank could not get its part; what is wrong with ``extra`` comes before any tensor moves.
+    """
+    pickled = ranks.attempt("checkpoint.save", lambda: pickled_extra(extra, ranks.rank))
+    return pickled | ranks.attempt(
+        "checkpoint.save", lambda: collect(model, optimizer, ranks.rank, selection, staging)
+    )
 
 
 def _place(path: str | os.PathLike[str], keep_last: int | None, *, overwrite: bool) -> Place:

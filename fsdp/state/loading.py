@@ -209,7 +209,8 @@ def receive_from_first(
     problem = ""
     if is_first:
         problem = problem_of(module, state_dict)
-        described = {key: _describe(value) for key, value in state_dict.items()}
+        if not problem:
+            described = {key: _describe(value) for key, value in state_dict.items()}
     problem, described = _broadcast_object(axes, (problem, described))
     if problem:
         raise CheckpointError(f"on rank 0: {problem}")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import checkpoint
 from fsdp.checkpoint import folder as folders
 from fsdp.checkpoint import storage
@@ -120,6 +121,35 @@ def test_a_rank_that_can_not_write_is_named_on_every_rank_and_leaves_nothing(tmp
     for message in run_ranks(fails, 2, tmp_path, rank, how):
         assert f"rank {rank}" in message
         assert "No space left" in message
+    assert not list(tmp_path.iterdir())
+
+
+class Stubborn(torch.nn.Linear):
+    """Its state can not be had on rank 1."""
+
+    def get_extra_state(self):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise ValueError("not from me")
+        return {}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def fails_before_writing(parent, what):
+    started = time.monotonic()
+    extra = {"step": lambda: 1} if what == "extra" else {"step": 1}
+    model = Stubborn(2, 2) if what == "model" else torch.nn.Linear(2, 2)
+    with pytest.raises(Exception, match=r"rank|pickle|not from me") as caught:
+        checkpoint.save(Path(parent) / "new", FSDP(model), None, extra)
+    assert time.monotonic() - started < 20
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "reason"), [("extra", "lambda"), ("model", "not from me")])
+def test_what_can_not_be_saved_is_an_error_on_every_rank(tmp_path, what, reason):
+    for message in run_ranks(fails_before_writing, 2, tmp_path, what):
+        assert reason in message
     assert not list(tmp_path.iterdir())
 
 
