@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
+from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy
 from fsdp.comm import quantized
 from fsdp.comm.collectives import Gather, Reduce
 from fsdp.comm.compression import Compression, compressed
@@ -566,3 +566,49 @@ def test_ranks_may_run_out_of_inputs():
     first, second = run_ranks(uneven_inputs, 2)
     for name, value in first.items():
         assert torch.equal(value, second[name])
+
+
+# -- with other features -------------------------------------------------------------------------------------------
+
+FEATURES = {
+    "mixed precision": {
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+    "any rank": {"allow_unused": "any_rank"},
+    "grad op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+
+
+def together(kind, orig):
+    options = {**FEATURES[kind], "use_orig_params": orig}
+    exact = losses(wrapped(None, "gpt_tied", GptBlock, **options), "gpt_tied", steps=12)
+    compression = Compression(block_size=BLOCK, gradients="int4", error_feedback=True)
+    rounded = losses(wrapped(compression, "gpt_tied", GptBlock, **options), "gpt_tied", steps=12)
+    assert rounded != exact
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert abs(ours - theirs) < 0.03 * exact[0]
+
+
+@pytest.mark.parametrize(("kind", "orig"), [*zip(FEATURES, [False, True] * 2, strict=True)])
+def test_other_features_go_with_it(kind, orig):
+    run_ranks(together, 2, kind, orig)
+
+
+def accumulated():
+    """Nothing travels inside no_sync, and what is reduced then is the sum, rounded once."""
+    item = entry("gpt_rope")
+    gradients = []
+    for compression in (None, Compression(weights=None, block_size=BLOCK)):
+        model = wrapped(compression, "gpt_rope", GptBlock)
+        with model.no_sync():
+            item.loss(model, item.make_batch(dist.get_rank(), 0)).backward()
+        item.loss(model, item.make_batch(dist.get_rank(), 1)).backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    for exact, rounded in zip(*gradients, strict=True):
+        # Each of two ranks rounds by half a step at most; a shard's largest gradient is not that of its block.
+        assert (exact - rounded).abs().max() <= 2 * exact.abs().max() / 127
+
+
+def test_gradients_accumulate_exactly_before_they_are_rounded():
+    run_ranks(accumulated, 2)
