@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -332,7 +332,8 @@ def device_generator(device: torch.device) -> torch.Generator:
     ``default_generators`` of the device's module is documented nowhere but where it is defined.
     """
     module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
+    wanted = cast("int | None", device.index)  # torch's stubs leave the None out
+    index = module.current_device() if wanted is None else wanted
     generator: torch.Generator = module.default_generators[index]
     return generator
 

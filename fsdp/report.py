@@ -1,4 +1,4 @@
-"""What wrapping did, to read: units, bytes, order of gathers, dtypes; and a warning where it is hardly what was meant."""
+"""What wrapping did, to read: units, bytes, order of gathers, dtypes; and a warning where it hardly was meant so."""
 
 from __future__ import annotations
 

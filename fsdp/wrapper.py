@@ -350,7 +350,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         Every rank saves and loads its own: ``torch.save(model, f"model-{model.rank}.pt")``, later ``torch.load`` with
         ``weights_only=False`` once the process groups are there.  Collective: none.
         """
-        return _unpickled, (type(self), copy.deepcopy(self, {SAVING: True}))
+        memo: dict[Any, Any] = {SAVING: True}
+        return _unpickled, (type(self), copy.deepcopy(self, memo))
 
     # -- the tree of units -----------------------------------------------------------------------------------------
 
@@ -441,7 +442,8 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             wait for it.
 
         Raises:
-            UsageError: If the norm is not finite and ``error_if_nonfinite``; on a wrapper that is not the outermost one, or if ``no_sync`` left gradients unreduced.
+            UsageError: If ``error_if_nonfinite`` and the norm is not finite; on a wrapper that is not the outermost
+                one; if ``no_sync`` left gradients unreduced.
         """
         self._check_is_outermost("clip_grad_norm_")
         units = _units_in(self)

@@ -83,6 +83,11 @@ class FlatParamHandle:
         self._version: int | None = None
         self._leaf_versions = 0
         self.layout: FlatLayout
+        self.unsharded: UnshardedStorage
+        self._leaf_writes: tuple[tuple[dict[str, Any], str, Any], ...]
+        self._other_leaves: (
+            tuple[UnshardedStorage, tuple[tuple[dict[str, Any], str, Any], ...], int] | None
+        )
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
             # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.
@@ -448,9 +453,7 @@ class FlatParamHandle:
 
     def _build_unsharded(self) -> None:
         self._in_full_precision = False
-        self._other_leaves: (
-            tuple[UnshardedStorage, tuple[tuple[dict[str, Any], str, Any], ...], int] | None
-        ) = None
+        self._other_leaves = None
         self._build_leaves(trained=True)
         self._stand_ins = [
             ShardedStandIn.make(

@@ -186,7 +186,6 @@ def _warn_of_low_precision(units: Iterable[Unit]) -> None:
             if asked and handle.requires_grad and handle.dtype.itemsize < 4:
                 numel[handle.dtype] = numel.get(handle.dtype, 0) + handle.layout.numel
                 fqns += handle.fqns
-        is_first = unit.shard.rank == 0 and unit.replicate.rank == 0
     if fqns and units[0].shard.rank == units[0].replicate.rank == 0:
         counts = ", ".join(f"{count:,} elements in {dtype}" for dtype, count in numel.items())
         warnings.warn(

@@ -225,7 +225,7 @@ class _Materializer:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int | None, name: str) -> Iterator[None]:
-    """Within it, the generators of the CPU and of ``device`` follow from ``seed`` and ``name`` alone, if there is one."""
+    """Within it, the generators of the CPU and of ``device`` follow from ``seed`` and ``name``, if there is a seed."""
     if seed is None:
         yield
         return

@@ -159,7 +159,7 @@ def clip_units(
     return _clip(groups, others, max_norm, norm_type, device, error_if_nonfinite)
 
 
-def _clip(  # noqa: PLR0913 what both entries hand down
+def _clip(
     groups: _Groups,
     others: Iterable[nn.Parameter],
     max_norm: float,

@@ -38,7 +38,9 @@ class ShardedEMA:
             ema.update()
         with ema.swapped():
             evaluate(model)
-            torch.save(model.state_dict(), "average.pt")  # whole tensors under the model's own names
+            torch.save(
+                model.state_dict(), "average.pt"
+            )  # whole tensors under the model's own names
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:

@@ -56,7 +56,7 @@ def split_decay_groups(
     ]
 
 
-def _is_matrix(fqn: str, shape: tuple[int, ...]) -> bool:
+def _is_matrix(_: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from ..errors import CheckpointError, UnsupportedError
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import FlatLayout, Piece
 from ..flat.sharing import ManagedParam
-from ..init.build import BuildArguments
 from ..runtime.precision import DtypeRules, RuleCasts
 from ..runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from ..init.build import BuildArguments
 
 __all__ = ["SAVING", "SavedUnit", "restore_unit", "saved_unit"]
 
@@ -81,7 +83,7 @@ class SavedUnit:
     gradient_divisor: float | None
 
 
-def saved_unit(  # noqa: PLR0913 what the wrapper knows and the unit does not
+def saved_unit(
     unit: Unit,
     module: nn.Module,
     arguments: BuildArguments,

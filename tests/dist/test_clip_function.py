@@ -45,13 +45,17 @@ def clipped(strategy, norm_type):
             script(model, rank)
         params = [p for model in dense for p in model.parameters()]
         expected = nn.utils.clip_grad_norm_([*params, extra[0]], 0.3, norm_type)
-        got = fsdp.clip_grad_norm_([ours[0], {"params": ours[1].parameters()}, extra[1:]], 0.3, norm_type)
+        got = fsdp.clip_grad_norm_(
+            [ours[0], {"params": ours[1].parameters()}, extra[1:]], 0.3, norm_type
+        )
         reference = nn.utils.get_total_norm([torch.full((2,), 0.5)], norm_type)
         if norm_type == math.inf:
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
         else:
             whole = nn.utils.get_total_norm([torch.full((3,), 0.5)], norm_type)
-            wanted = (expected**norm_type - whole**norm_type + reference**norm_type) ** (1 / norm_type)
+            wanted = (expected**norm_type - whole**norm_type + reference**norm_type) ** (
+                1 / norm_type
+            )
             torch.testing.assert_close(got, wanted, rtol=2e-5, atol=0)
         for model, plain in zip(ours, dense, strict=True):
             scale = (0.3 / (got + 1e-6)) / (0.3 / (expected + 1e-6))

@@ -42,13 +42,15 @@ def mixed(name, strategy):
             strides = {key: p.stride() for key, p in item.build().named_parameters()}
             with FSDP.summon_full_params(model):
                 dense = [p for p in model.parameters() if p.dim() == 4]
-                assert all(
-                    p.is_contiguous(memory_format=torch.channels_last) for p in dense
-                ), strides
+                assert all(p.is_contiguous(memory_format=torch.channels_last) for p in dense), (
+                    strides
+                )
             script(model, dist.get_rank())
             assert_close(expected, full_grads(model), GRADIENTS)
             frozen = {k: v for k, v in full_params(model).items() if expected[k] is None}
-            assert all(torch.equal(v, dict(item.build().named_parameters())[k]) for k, v in frozen.items())
+            assert all(
+                torch.equal(v, dict(item.build().named_parameters())[k]) for k, v in frozen.items()
+            )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -41,7 +41,9 @@ def gradient_hooks(strategy):
     for name in ("blocks.1.up.weight", "inp.bias"):
         changed.get_parameter(name).register_hook(doubled)
     expected = {
-        name: None if grad is None else grad * (2 if name in ("blocks.1.up.weight", "inp.bias") else 1)
+        name: None
+        if grad is None
+        else grad * (2 if name in ("blocks.1.up.weight", "inp.bias") else 1)
         for name, grad in dense_grads(dense, script, world_size).items()
     }
     plain = dense_grads(dense, script, world_size)
@@ -79,9 +81,7 @@ def stepping_in_the_backward(strategy):
     plain = torch.optim.SGD(dense.parameters(), lr=0.1)
     world_size = dist.get_world_size()
     for orig in (False, True):
-        model = wrap(
-            build(), use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy]
-        )
+        model = wrap(build(), use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy])
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
         calls = []
 
@@ -181,7 +181,11 @@ def decay():
         item = entry(name)
         dense = item.build()
         expected = [
-            [key for key, p in dense.named_parameters() if p.requires_grad and (p.ndim >= 2) is wants]
+            [
+                key
+                for key, p in dense.named_parameters()
+                if p.requires_grad and (p.ndim >= 2) is wants
+            ]
             for wants in (True, False)
         ]
         for model in (dense, wrap_entry(item, item.build(), use_orig_params=True)):

@@ -129,7 +129,15 @@ def test_gradients_are_right_for_any_form_of_inputs_and_outputs(world_size, form
 
 def cast_forms():
     policy = MixedPrecision(param_dtype=torch.bfloat16)
-    for form in ("dict", "dataclass", "nested", "named_tuple", "model_output", "data_output", "registered"):
+    for form in (
+        "dict",
+        "dataclass",
+        "nested",
+        "named_tuple",
+        "model_output",
+        "data_output",
+        "registered",
+    ):
         pack, unpack = FORMS[form]
         seen = []
 
@@ -203,7 +211,11 @@ class CachingBlock(Block):
         hidden = torch.tanh(self.up(self.norm(x)))
         self.history = [hidden]
         if cache is not None:
-            put = cache.append if isinstance(cache, list) else functools.partial(cache.__setitem__, len(cache))
+            put = (
+                cache.append
+                if isinstance(cache, list)
+                else functools.partial(cache.__setitem__, len(cache))
+            )
             put(hidden)
         return x + self.down(hidden)
 

@@ -135,7 +135,9 @@ def averages():
     rank = dist.get_rank()
     for orig in (False, True):
         dense, model = build(), wrap(build(), use_orig_params=orig)
-        pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1), ShardedEMA(m, 0.9)) for m in (dense, model)]
+        pairs = [
+            (m, torch.optim.SGD(m.parameters(), lr=0.1), ShardedEMA(m, 0.9)) for m in (dense, model)
+        ]
         expected = {name: value.clone() for name, value in dense.state_dict().items()}
         for step in range(5):
             for m, optimizer, ema in pairs:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import FsdpWarning, MixedPrecision, ShardingStrategy
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import ConfigError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, TRAINED, assert_bitwise, assert_close
@@ -139,7 +139,9 @@ def warned(trainable):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(plain, ignored_modules=[plain.out])
-    return [str(w.message) for w in caught if w.category is FsdpWarning and "ignored" in str(w.message)]
+    return [
+        str(w.message) for w in caught if w.category is FsdpWarning and "ignored" in str(w.message)
+    ]
 
 
 def test_trainable_ignored_parameters_are_named_once():

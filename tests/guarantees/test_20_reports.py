@@ -19,12 +19,21 @@ def explained():
     for orig in (False, True):
         model = wrap(build(), use_orig_params=orig)
         report = model.explain()
-        assert [unit.name for unit in report.units] == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+        assert [unit.name for unit in report.units] == [
+            "<root>",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        ]
         assert [unit.kind for unit in report.units] == ["Net", "Block", "Block", "Block"]
         dense = build()
-        assert sum(unit.numel for unit in report.units) == sum(p.numel() for p in dense.parameters())
+        assert sum(unit.numel for unit in report.units) == sum(
+            p.numel() for p in dense.parameters()
+        )
         block = report.units[1]
-        assert block.numel == block.trainable == sum(p.numel() for p in dense.blocks[0].parameters())
+        assert (
+            block.numel == block.trainable == sum(p.numel() for p in dense.blocks[0].parameters())
+        )
         assert block.parameters == len(list(dense.blocks[0].parameters()))
         assert block.gathered_bytes >= 4 * block.numel
         assert block.sharded_bytes * 2 == block.gathered_bytes
