@@ -24,7 +24,16 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 # The page's sections.  A name is documented where it is first met.
-MODULES = ("fsdp", "fsdp.wrap", "fsdp.checkpoint", "fsdp.init", "fsdp.comm.hooks", "fsdp.comm.compression", "fsdp.optim", "fsdp.errors")
+MODULES = (
+    "fsdp",
+    "fsdp.wrap",
+    "fsdp.checkpoint",
+    "fsdp.init",
+    "fsdp.comm.hooks",
+    "fsdp.comm.compression",
+    "fsdp.optim",
+    "fsdp.errors",
+)
 # Methods of torch classes that ours override are documented there; these say something of their own.
 WRAPPER_CLASSES = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "ShardedGradScaler")
 
