@@ -93,6 +93,7 @@ def load(
     """
     settle()
     ranks = Ranks.of(model, process_group)
+    ranks.enter("checkpoint.load")
     folder = ranks.from_first(lambda: find(path))
 
     def open_and_check() -> tuple[Source, _Names, _OptimizerPlan]:

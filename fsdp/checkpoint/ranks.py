@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,7 +67,7 @@ class Ranks:
     def attempt(self, call: str, work: Callable[[], _Result]) -> _Result:
         """Do ``work``, and raise on every rank if it failed on any.
 
-        Collective: every rank, through the store, besides what ``work`` does.
+        Collective: every rank, besides what ``work`` does; one small exchange.
 
         Raises:
             CheckpointError: Saying which ranks failed and why.
@@ -82,15 +83,36 @@ class Ranks:
     def agree(self, call: str, problem: str) -> None:
         """Raise on every rank if any has a ``problem``.
 
+        Through the communicator, which notices a rank that has died; a store does not.
+
+        Collective: every rank; one small exchange.
+
+        Raises:
+            CheckpointError: Saying which ranks have which problem, or that one has stopped.
+        """
+        problems: list[Any] = [problem]
+        if self.group is not None and self.size > 1:
+            problems *= self.size
+            with _naming_a_stop(call):
+                dist.all_gather_object(problems, problem, group=self.group)
+        who: dict[str, list[int]] = {}
+        for rank, text in enumerate(problems):
+            who.setdefault(text, []).append(rank)
+        who.pop("", None)
+        if who:
+            listed = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in who.items()]
+            raise CheckpointError("; ".join(listed if self.size > 1 else who))
+
+    def enter(self, call: str) -> None:
+        """Wait until every rank has entered ``call``.
+
         Collective: every rank, through the store.
 
         Raises:
-            CheckpointError: Saying which ranks have which problem.
+            ShardMismatchError: If some have not within ``FSDP_ENTRY_TIMEOUT`` seconds; names them.
         """
         if self.group is not None:
-            problem = gate_of(self.group).agree(call, problem)
-        if problem:
-            raise CheckpointError(problem)
+            gate_of(self.group).enter(call)
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns on the first rank.
@@ -98,7 +120,7 @@ class Ranks:
         Collective: every rank; one small broadcast.
 
         Raises:
-            CheckpointError: If it raises that there.
+            CheckpointError: If it raises there.
         """
         box: list[Any] = [None, None]
         if self.rank == 0:
@@ -110,10 +132,22 @@ class Ranks:
                 )
         if self.group is not None and self.size > 1:
             source = dist.get_global_rank(self.group, 0)
-            dist.broadcast_object_list(box, src=source, group=self.group)
+            with _naming_a_stop("checkpoint.load"):
+                dist.broadcast_object_list(box, src=source, group=self.group)
         if box[1] is not None:
             raise box[1]
         return box[0]
+
+
+@contextmanager
+def _naming_a_stop(call: str) -> Iterator[None]:
+    """Turn what a backend raises when a peer is gone into an error that says what it was for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"communication failed in {call}: {error}. A rank has stopped; look at the first error of every rank."
+        ) from error
 
 
 _BEHIND: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

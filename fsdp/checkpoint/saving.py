@@ -199,6 +199,7 @@ def _taken(
     Raises:
         CheckpointError: If any rank could not get its part; what is wrong with ``extra`` comes before any tensor moves.
     """
+    ranks.enter("checkpoint.save")
     pickled = ranks.attempt("checkpoint.save", lambda: pickled_extra(extra, ranks.rank))
     return pickled | ranks.attempt(
         "checkpoint.save", lambda: collect(model, optimizer, ranks.rank, selection, staging)
