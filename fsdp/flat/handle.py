@@ -140,6 +140,10 @@ class FlatParamHandle:
         return self.flat_param.dtype
 
     @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the leaves that module code computes with."""
         if self._in_full_precision:
@@ -342,9 +346,9 @@ class FlatParamHandle:
         if self._registered_in is not None:
             table, name = self._registered_in
             del table[name]
-            # Who holds the flat parameter sees it whole too, as in the reference.
-            self._shard_aside = self.flat_param.data
-            self.flat_param.data = full[: self.layout.numel]
+        # Who holds the flat parameter sees it whole too, as in the reference.
+        self._shard_aside = self.flat_param.data
+        self.flat_param.data = full[: self.layout.numel]
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(full, slot)
             for site in managed.sites:
@@ -382,8 +386,8 @@ class FlatParamHandle:
         if self._registered_in is not None:
             table, name = self._registered_in
             table[name] = self.flat_param
-            assert self._shard_aside is not None
-            self.flat_param.data, self._shard_aside = self._shard_aside, None
+        assert self._shard_aside is not None
+        self.flat_param.data, self._shard_aside = self._shard_aside, None
         self._point_at_shard()
         self.expose_sharded()
 

@@ -83,7 +83,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         _shapes, _strides, _numels: Their shapes, strides and element counts.
         _shared_param_infos: Further sites of tied parameters.
         _params: The original ``nn.Parameter`` objects, or None when they are not exposed.
-        _numels_with_padding: Element counts of parameters and gaps, in order.
+        _numels_with_padding, _is_padding_mask: Element counts of parameters and gaps, in order, and which are gaps.
         _full_param_padded: The unsharded flat parameter; no memory behind it while sharded.
         _modules: Every module that holds one of the parameters.
         _local_shard: This rank's shard (the data of the flat parameter itself).
@@ -98,6 +98,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _strides: tuple[tuple[int, ...], ...]
     _numels: tuple[int, ...]
     _numels_with_padding: tuple[int, ...]
+    _is_padding_mask: tuple[bool, ...]
     _full_param_padded: torch.Tensor
     _num_params: int
     _shared_param_infos: tuple[SharedParamInfo, ...]
@@ -117,6 +118,8 @@ def make_flat_parameter(
     """Wrap ``shard`` ``[shard_numel]`` as the parameter optimizers hold and write the metadata on it."""
     flat = nn.Parameter(shard, requires_grad=requires_grad)
     first = [_param_info(param.sites[0]) for param in params]
+    tiles = [(slot.span, False) for slot in layout.slots] + [(gap, True) for gap in layout.gaps]
+    tiles.sort(key=lambda tile: (tile[0].start, tile[0].stop))
     metadata: dict[str, Any] = {
         "_unpadded_unsharded_size": torch.Size([layout.numel]),
         "_padded_unsharded_size": torch.Size([layout.padded_numel]),
@@ -126,12 +129,8 @@ def make_flat_parameter(
         "_shapes": tuple(torch.Size(slot.shape) for slot in layout.slots),
         "_strides": tuple(slot.stride for slot in layout.slots),
         "_numels": tuple(slot.span.numel for slot in layout.slots),
-        "_numels_with_padding": tuple(
-            span.numel
-            for span in sorted(
-                (*(slot.span for slot in layout.slots), *layout.gaps), key=lambda span: span.start
-            )
-        ),
+        "_numels_with_padding": tuple(span.numel for span, _ in tiles),
+        "_is_padding_mask": tuple(is_gap for _, is_gap in tiles),
         "_num_params": len(params),
         "_shared_param_infos": tuple(
             SharedParamInfo(*_param_info(site), *info)

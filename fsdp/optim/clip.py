@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
@@ -186,7 +187,8 @@ def _clip(
         _torch.foreach_mul(every, coefficient)
     else:
         warnings.warn(
-            "clip_grad_norm_ found no gradients on this rank; the norm is that of the other ranks' gradients.",
+            f"clip_grad_norm_ was called on rank {dist.get_rank()} with no gradients -- returning the total norm "
+            f"in the default dtype {_result_dtype(every)}, which is that of the other ranks' gradients.",
             FsdpWarning,
             stacklevel=5,
         )
