@@ -186,6 +186,7 @@ def one_round(parent: Path, log: Path, dice: random.Random, world_size: int) -> 
 
 
 def guarded(arguments, victim, delay) -> None:
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "5"  # how long ranks wait for one that died before it came
     if delay is not None and dist.get_rank() == victim:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, delay)
