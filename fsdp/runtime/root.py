@@ -90,6 +90,7 @@ class Root:
         self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
+        self._forwards = 0  # attempts, failed ones included
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.join_root(self, index, name)
         self.lockstep = Lockstep(self.units)
@@ -136,6 +137,7 @@ class Root:
         if _torch.in_backward():
             return
         self.recover()
+        self._forwards += 1
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
@@ -162,7 +164,8 @@ class Root:
         """
         self.order.begin(unit.index)
         if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
-            unit.gate.follow(self._sequence, f"unit {unit.name or '<root>'!r}")
+            sequence = f"{self._sequence}.{self._forwards}"
+            unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
 
     def before_gather(self, unit: Unit) -> None:
         """The gather of ``unit`` is about to start."""

@@ -173,3 +173,24 @@ def ranks_that_stop_in_a_state_dict():
 
 def test_a_state_dict_on_rank_zero_only_names_the_call_and_the_missing_ranks():
     run_ranks(ranks_that_stop_in_a_state_dict, 3)
+
+
+def fails_in_different_layers():
+    """The very first forward fails in another layer on each rank; the next one starts together again."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    rank = dist.get_rank()
+    expected = dense_grads(build(), script, dist.get_world_size())
+    model = wrap(build())
+    module = model.module.blocks[rank].module.up
+    handle = module.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises((ZeroDivisionError, RuntimeError)), model.guard():
+        script(model, rank)
+    handle.remove()
+    dist.barrier()
+    model.zero_grad()
+    script(model, rank)
+    assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+
+
+def test_a_first_forward_that_fails_at_different_places_leaves_the_ranks_in_step():
+    run_ranks(fails_in_different_layers, 2)
