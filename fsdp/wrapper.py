@@ -63,6 +63,7 @@ from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_
 from .plan.auto import AutoWrapPolicy, efficient_bytes
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
+from .runtime.held import held_params
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.loading import agree, problem_of, receive_from_first
@@ -323,10 +324,9 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         for handle in unit.handles:
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
-        for original in (*unit.modules, *self._state_hooks.left_alone):
-            if isinstance(
-                copied := memo[id(original)], nn.Module
-            ):  # an inner wrapper may be a record
+        for original in self._state_hooks.hooked:
+            copied = memo[id(original)]
+            if isinstance(copied, nn.Module):  # an inner wrapper may be a record
                 _torch.remove_hooks_of(copied, stale)
         for name in self._forward_methods:
             del vars(module)[name]
@@ -806,7 +806,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
 
         Args:
             state_dict: As :meth:`state_dict` of this or of the unwrapped model gives it, the same on every rank.
-            strict: Whether missing and unexpected keys are an error.
+            strict: Whether missing and unexpected keys are an error; of a tied parameter one name is enough.
             assign: Accepted for its name; values are always copied into the shards.
             broadcast_from_rank0: Take the values from the first rank's dict, a unit at a time; what the other ranks
                 pass is not looked at.
@@ -833,9 +833,18 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         if metadata is not None:
             with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]
         result = super().load_state_dict(with_metadata, strict=False, assign=False)
+        self._forgive_tied(result.missing_keys, state_dict)
         if strict and (result.missing_keys or result.unexpected_keys):
             raise _strict_error(self, result.missing_keys, result.unexpected_keys)
         return result
+
+    def _forgive_tied(self, missing_keys: list[str], state_dict: Mapping[str, Any]) -> None:
+        """A name of a tied parameter is not missing if another of its names was given."""
+        if missing_keys:
+            for held in held_params(self, _units_in(self)):
+                names = {held.fqn, *held.aliases}
+                if len(names) > 1 and not names.isdisjoint(state_dict):
+                    missing_keys[:] = [key for key in missing_keys if key not in names]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The wrapper itself holds nothing to save."""

@@ -102,6 +102,11 @@ class StateHooks:
         unit.module.register_load_state_dict_post_hook(self._after_load)
 
     @property
+    def hooked(self) -> list[nn.Module]:
+        """Every module that may carry hooks of this object or its unit, users of tied parameters included."""
+        return [*self._entries, *self.left_alone]
+
+    @property
     def _type(self) -> StateDictType:
         """The kind of state dict that is wanted."""
         return self.settings.state_dict_type

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import UsageError
-from tests.dist.test_engine_features import micro_batches, record
+from tests.dist.test_engine_features import record
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
@@ -29,72 +29,6 @@ from tests.support.scripts import (
     full_grads,
     wrap,
 )
-
-
-class Methods(Net):
-    """Uses its own parameters in methods that are no forward."""
-
-    def generate(self, x):
-        for _ in range(2):
-            x = x + self(x).sum()
-        return self.inp(x)
-
-    def encode(self, x):
-        return self.features(x)
-
-
-def methods():
-    dense = build(Methods)
-    for use_orig_params in (False, True):
-        model = wrap(build(Methods), use_orig_params=use_orig_params)
-        with torch.no_grad():
-            torch.testing.assert_close(model.generate(batch(0)), dense.generate(batch(0)))
-        model.register_forward_method("encode")
-        for entry in (model, model.module):
-            torch.testing.assert_close(entry.encode(batch(0)), dense.encode(batch(0)))
-        with pytest.raises(ValueError, match="nonsense"):
-            model.register_forward_method("nonsense")
-        model.zero_grad()
-        model.encode(batch(dist.get_rank())).square().sum().backward()
-        expected = dense_grads(
-            build(Methods),
-            lambda m, r: m.encode(batch(r)).square().sum().backward(),
-            dist.get_world_size(),
-        )
-        assert_same_gradients(expected, full_grads(model), none_is_zero=True)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_methods_that_are_no_forward_gather_and_train(world_size):
-    run_ranks(methods, world_size)
-
-
-def divided(strategy):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rows = [rank_ + 1 for rank_ in range(world_size)]  # unequal numbers of rows
-    total = float(sum(rows))
-    for use_orig_params in (False, True):
-        model = wrap(build(), sharding_strategy=strategy, use_orig_params=use_orig_params)
-        model.set_gradient_divisor(total)
-        model(batch(rank, rows=rows[rank])).square().sum().backward()
-        dense = build()
-        for other in range(world_size):
-            (dense(batch(other, rows=rows[other])).square().sum() / total).backward()
-        expected = {name: param.grad for name, param in dense.named_parameters()}
-        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
-        model.zero_grad()
-        model.set_gradient_divisor(None)
-        model(batch(rank)).square().sum().backward()
-        expected = dense_grads(build(), micro_batches("s"), world_size)
-        assert_same_gradients(expected, full_grads(model), none_is_zero=False)
-    with pytest.raises(ValueError, match="positive"):
-        model.set_gradient_divisor(0)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_token_count_as_divisor_gives_the_gradient_of_one_big_batch(world_size, strategy):
-    run_ranks(divided, world_size, ShardingStrategy[strategy])
 
 
 def left_behind():
@@ -110,39 +44,6 @@ def left_behind():
 
 def test_an_optimizer_from_before_wrapping_refuses_its_first_step_in_flat_mode():
     run_ranks(left_behind, 2)
-
-
-def thawed():
-    """Freeze a block at step 1, thaw it at step 2, add it to the optimizer then."""
-    for use_orig_params in (True,):
-        model, dense = wrap(build(), use_orig_params=use_orig_params), build()
-        pairs = []
-        for net in (model, dense):
-            body = [p for n, p in net.named_parameters() if not n.startswith("blocks.1")]
-            pairs.append((net, torch.optim.SGD(body, lr=0.1)))
-        for step in range(4):
-            for net, optimizer in pairs:
-                block = [p for n, p in net.named_parameters() if n.startswith("blocks.1")]
-                for param in block:
-                    param.requires_grad_(step >= 2)
-                if step == 2:
-                    optimizer.add_param_group({"params": block})
-                optimizer.zero_grad()
-                if net is dense:
-                    world = dist.get_world_size()
-                    for rank in range(world):
-                        (net(batch(rank, step)).square().mean() / world).backward()
-                else:
-                    net(batch(dist.get_rank(), step)).square().mean().backward()
-                optimizer.step()
-        state = model.state_dict()
-        for name, value in dense.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=2e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_and_thawing_in_mid_run(world_size):
-    run_ranks(thawed, world_size)
 
 
 def inference():

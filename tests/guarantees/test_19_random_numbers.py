@@ -1,6 +1,6 @@
 """Random numbers: what they depend on, and what they do not.
 
-Dropout under recomputation, in every nesting, is in ``tests/dist/test_activation_checkpointing.py``.
+Dropout under recomputation, in every nesting, is in ``tests/guarantees/test_05_activation_checkpointing.py``.
 """
 
 from __future__ import annotations

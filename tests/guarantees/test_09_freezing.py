@@ -1,0 +1,70 @@
+"""Parameters may be frozen and thawed in mid-run, and their gradients dropped by the user."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.scripts import (
+    assert_same_gradients,
+    batch,
+    build,
+    dense_grads,
+    full_grads,
+    wrap,
+)
+
+
+def thawed():
+    """Freeze a block at step 1, thaw it at step 2, add it to the optimizer then."""
+    for use_orig_params in (False, True):
+        model, dense = wrap(build(), use_orig_params=use_orig_params), build()
+        pairs = []
+        for net in (model, dense):
+            body = [p for n, p in net.named_parameters() if not n.startswith("blocks.1")]
+            pairs.append((net, torch.optim.SGD(body, lr=0.1)))
+        for step in range(4):
+            for net, optimizer in pairs:
+                block = [p for n, p in net.named_parameters() if n.startswith("blocks.1")]
+                for param in block:
+                    param.requires_grad_(step >= 2)
+                if step == 2:
+                    optimizer.add_param_group({"params": block})
+                optimizer.zero_grad()
+                if net is dense:
+                    world = dist.get_world_size()
+                    for rank in range(world):
+                        (net(batch(rank, step)).square().mean() / world).backward()
+                else:
+                    net(batch(dist.get_rank(), step)).square().mean().backward()
+                optimizer.step()
+        state = model.state_dict()
+        for name, value in dense.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_freezing_and_thawing_in_mid_run(world_size):
+    run_ranks(thawed, world_size)
+
+
+def dropped(use_orig_params):
+    """``p.grad = None`` between backwards drops what was there, and nothing else."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    expected = dense_grads(
+        build(), lambda m, r: m(batch(r, 1)).square().sum().backward(), world_size
+    )
+    model = wrap(build(), use_orig_params=use_orig_params)
+    model(batch(rank)).square().sum().backward()
+    for param in model.parameters():
+        param.grad = None
+    model(batch(rank, 1)).square().sum().backward()
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_gradient_that_the_user_sets_to_none_is_gone(use_orig_params, world_size):
+    run_ranks(dropped, world_size, use_orig_params)
