@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +14,24 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from . import _torch
 from .comm.compression import Compression
-from .comm.topology import Axes, resolve_axes
+from .comm.topology import resolve_axes
 from .comm.watch import the_watch
 from .config import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
     TrainingState,
 )
 from .errors import (
-    CheckpointError,
     ConfigError,
-    ConfigTypeError,
     TrainingStateError,
-    UnsupportedError,
     UsageError,
     describe,
 )
 from .flat.handle import FlatParamHandle
 from .flat.parameter import FlatParameter
+from .init.arguments import check_offload, of_type, one_of, override, policy_named
 from .init.build import (
     BuildArguments,
     build_units,
@@ -52,25 +44,20 @@ from .init.communication import compress_units, register_hook
 from .init.ignored import resolve_ignored, warn_of_trainable
 from .init.replicated import resolve_replicated
 from .names import (
-    COMPILED_MODULE,
-    FSDP_PREFIX,
     FSDP_WRAPPED_MODULE,
     clean_tensor_name,
     flat_param_name,
 )
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
-from .plan.auto import AutoWrapPolicy, efficient_bytes
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
-from .runtime.held import held_params
 from .runtime.root import Root
 from .runtime.unit import Unit
-from .state.loading import agree, problem_of, receive_from_first
-from .state.model import StateHooks, keys_in_order
+from .state.model import StateHooks
+from .state.model_interface import ModelStateInterface, clean_incompatible_keys
 from .state.optim_interface import OptimStateInterface
 from .state.pickled import SAVING, SavedUnit, restore_unit, saved_unit
-from .state.types import common_settings, settings_for
 from .wrap import ParamExecOrderWrapPolicy
 
 if TYPE_CHECKING:
@@ -80,7 +67,7 @@ if TYPE_CHECKING:
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
+class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinable):
     """Shard a module's parameters, gradients and optimizer state over ranks; gather parameters just in time.
 
     The module is wrapped in place: parameters are flattened, each rank keeps its shard, and the module's own
@@ -152,7 +139,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
     ) -> None:
         super().__init__()
         check_not_wrapped(module, _is_wrapped)
-        strategy = _of_type(
+        strategy = of_type(
             "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
         )
         axes = resolve_axes(strategy, process_group, device_mesh)
@@ -167,11 +154,11 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         arguments = BuildArguments(
             axes=axes,
             strategy=strategy,
-            cpu_offload=_of_type("cpu_offload", cpu_offload, CPUOffload, CPUOffload()),
-            backward_prefetch=_of_type(
+            cpu_offload=of_type("cpu_offload", cpu_offload, CPUOffload, CPUOffload()),
+            backward_prefetch=of_type(
                 "backward_prefetch", backward_prefetch, BackwardPrefetch, None
             ),
-            mixed_precision=_of_type(
+            mixed_precision=of_type(
                 "mixed_precision", mixed_precision, MixedPrecision, MixedPrecision()
             ),
             param_init_fn=param_init_fn,
@@ -180,13 +167,13 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
-            allow_unused=_one_of("allow_unused", allow_unused, (None, "any_rank")),
+            allow_unused=one_of("allow_unused", allow_unused, (None, "any_rank")),
         )
-        _check_offload(arguments)
+        check_offload(arguments)
         if isinstance(auto_wrap_policy, str):
-            auto_wrap_policy = _policy_named(auto_wrap_policy, arguments)
+            auto_wrap_policy = policy_named(auto_wrap_policy, arguments)
         overrides = plan_overrides(
-            module, auto_wrap_policy, arguments, ignored, _is_wrapped, _override, replicated
+            module, auto_wrap_policy, arguments, ignored, _is_wrapped, override, replicated
         )
         warn_of_trainable(module, ignored, axes)
         earlier = _outermost_units(module)
@@ -218,7 +205,7 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         if not arguments.use_orig_params:
             for index, handle in enumerate(unit.handles):
                 handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
-        self.register_load_state_dict_post_hook(_clean_incompatible_keys)
+        self.register_load_state_dict_post_hook(clean_incompatible_keys)
 
     # -- the module ------------------------------------------------------------------------------------------------
 
@@ -690,174 +677,6 @@ class FullyShardedDataParallel(nn.Module, Joinable, OptimStateInterface):
         ):
             yield
 
-    # -- state dicts -----------------------------------------------------------------------------------------------
-
-    def state_dict(  # type: ignore[override]
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Whole parameters and buffers, copied, under the names they have in the unwrapped model.
-
-        Collective: every rank of every unit's process group.
-        """
-        if args:
-            destination, prefix, keep_vars = (*args, prefix, keep_vars)[:3]
-        for hook in self._state_dict_pre_hooks.values():
-            hook(self, prefix, keep_vars)
-        try:
-            saved: dict[str, Any] = self._fsdp_wrapped_module.state_dict(
-                destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
-        except BaseException:
-            self._unit.root.close_saves()
-            raise
-        for hook in self._state_dict_hooks.values():
-            saved = hook(self, saved, prefix, {}) or saved
-        for key in [key for key in saved if f".{COMPILED_MODULE}." in f".{key}"]:
-            # Renamed in place, in the order of the walk.
-            for later in list(saved)[list(saved).index(key) :]:
-                saved[later.replace(f"{COMPILED_MODULE}.", "")] = saved.pop(later)
-            break
-        if self._state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            for key in (prefix + name for name in keys_in_order(self)):
-                if key in saved:
-                    saved[key] = saved.pop(key)
-        return saved
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """Within the context, state dicts of every wrapper in ``module`` are of the given type.
-
-        Always put back, also after an exception.  Collective: none; every rank sets the same.
-
-        Args:
-            module: A wrapper, or any module that contains some.
-            state_dict_type: Whole, local or sharded.
-            state_dict_config: How model state dicts are delivered.
-            optim_state_dict_config: How optimizer state dicts are delivered.
-
-        Raises:
-            UsageError: If a config belongs to another type, or the wrappers' settings differ.
-        """
-        before = FullyShardedDataParallel.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-                wrapper._state_hooks.settings = before
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the type of state dicts of every wrapper in ``module``; see :meth:`state_dict_type`.
-
-        Collective: none; every rank sets the same.
-
-        Returns:
-            The settings before.
-        """
-        before = FullyShardedDataParallel.get_state_dict_type(module)
-        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._state_hooks.settings = settings
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The type of state dicts and how they are delivered.  Collective: none.
-
-        Raises:
-            UsageError: If the wrappers' settings differ.
-        """
-        return common_settings(
-            [
-                wrapper._state_hooks.settings
-                for wrapper in FullyShardedDataParallel.fsdp_modules(module)
-            ]
-        )
-
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._state_hooks.settings.state_dict_type
-
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-        *,
-        broadcast_from_rank0: bool = False,
-    ) -> Any:
-        """Load whole, local or sharded tensors; every rank takes its part.
-
-        Collective: every rank of the process group, which agree that everything fits before anything is changed.
-        Whole tensors move nothing; slices (DTensors) move the elements that lie on other ranks.
-
-        Args:
-            state_dict: As :meth:`state_dict` of this or of the unwrapped model gives it, the same on every rank.
-            strict: Whether missing and unexpected keys are an error; of a tied parameter one name is enough.
-            assign: Accepted for its name; values are always copied into the shards.
-            broadcast_from_rank0: Take the values from the first rank's dict, a unit at a time; what the other ranks
-                pass is not looked at.
-
-        Returns:
-            A named tuple of ``missing_keys`` and ``unexpected_keys``, under clean names.
-
-        Raises:
-            CheckpointError: On every rank, if a tensor has the wrong shape on any (nothing is changed then), or, if
-                ``strict``, keys are missing or unexpected.
-
-        Example::
-
-            state = torch.load("model.pt", mmap=True) if model.rank == 0 else {}
-            model.load_state_dict(state, broadcast_from_rank0=True)
-        """
-        axes = self._arguments.axes
-        metadata = getattr(state_dict, "_metadata", None)
-        if broadcast_from_rank0:
-            state_dict = receive_from_first(self, axes, state_dict)
-        else:
-            agree(axes, "load_state_dict", problem_of(self, state_dict))
-        with_metadata = OrderedDict(_under_actual_names(self, state_dict))
-        if metadata is not None:
-            with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]
-        result = super().load_state_dict(with_metadata, strict=False, assign=False)
-        self._forgive_tied(result.missing_keys, state_dict)
-        if strict and (result.missing_keys or result.unexpected_keys):
-            raise _strict_error(self, result.missing_keys, result.unexpected_keys)
-        return result
-
-    def _forgive_tied(self, missing_keys: list[str], state_dict: Mapping[str, Any]) -> None:
-        """A name of a tied parameter is not missing if another of its names was given."""
-        if missing_keys:
-            for held in held_params(self, _units_in(self)):
-                names = {held.fqn, *held.aliases}
-                if len(names) > 1 and not names.isdisjoint(state_dict):
-                    missing_keys[:] = [key for key in missing_keys if key not in names]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The wrapper itself holds nothing to save."""
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """The wrapper itself holds nothing to load; its child finds the keys under its own name."""
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            rest = key[len(prefix) :]
-            if not rest.startswith(FSDP_PREFIX):
-                state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
-
     # -- what other tools look at ----------------------------------------------------------------------------------
 
     @property
@@ -1097,125 +916,3 @@ def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     for child in module.children():
         _apply(child, fn)
     fn(module)
-
-
-def _of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
-    if value is None:
-        return default
-    if not isinstance(value, wanted):
-        raise ConfigTypeError(
-            f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."
-        )
-    return value
-
-
-def _policy_named(name: str, arguments: BuildArguments) -> AutoWrapPolicy:
-    _one_of("auto_wrap_policy", name, ("auto",))
-    ranks = 1 if arguments.axes.shard is None else arguments.axes.shard.size()
-    return AutoWrapPolicy(efficient_bytes(ranks, on_cpu=arguments.device.type == "cpu"))
-
-
-def _one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ConfigError(f"{name} is {value!r}: expected one of {listed}.")
-    return value
-
-
-def _check_offload(arguments: BuildArguments) -> None:
-    if arguments.cpu_offload.offload_params and arguments.device.type != "cpu":
-        raise UnsupportedError(
-            f"CPUOffload(offload_params=True) is not supported with the compute device {arguments.device}: keep the "
-            "shards on the device, or compute on the CPU."
-        )
-
-
-_OVERRIDABLE = {
-    "sharding_strategy": "strategy",
-    "cpu_offload": "cpu_offload",
-    "backward_prefetch": "backward_prefetch",
-    "mixed_precision": "mixed_precision",
-    "forward_prefetch": "forward_prefetch",
-    "limit_all_gathers": "limit_all_gathers",
-    "use_orig_params": "use_orig_params",
-    "param_init_fn": "param_init_fn",
-    "sync_module_states": "sync_module_states",
-}
-
-
-def _override(arguments: BuildArguments, extra: Mapping[str, Any]) -> BuildArguments:
-    """One unit's arguments: the outer ones with what its policy gave instead."""
-    changes: dict[str, Any] = {}
-    for name, value in extra.items():
-        if name in ("process_group", "device_mesh"):
-            strategy = extra.get("sharding_strategy", arguments.strategy)
-            changes["axes"] = resolve_axes(
-                strategy, extra.get("process_group"), extra.get("device_mesh")
-            )
-        elif name in _OVERRIDABLE:
-            changes[_OVERRIDABLE[name]] = value
-        else:
-            raise ConfigError(
-                f"a policy gave the argument {name!r} for one unit: expected one of {sorted(_OVERRIDABLE)}."
-            )
-    if changes.get("mixed_precision", arguments.mixed_precision) is None:
-        changes["mixed_precision"] = MixedPrecision()
-    if "strategy" in changes and "axes" not in changes:
-        changes["axes"] = _axes_for(changes["strategy"], arguments)
-    return dataclasses.replace(arguments, **changes)
-
-
-def _axes_for(strategy: ShardingStrategy, arguments: BuildArguments) -> Axes:
-    """The axes of another strategy over the same ranks."""
-    group = arguments.axes.whole
-    return resolve_axes(strategy, group, None) if strategy != arguments.strategy else arguments.axes
-
-
-def _clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = dict.fromkeys(clean_tensor_name(key) for key in keys)
-
-
-def _under_actual_names(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state_dict`` under the names that compiled submodules have in the tree."""
-    prefixes = {
-        clean_tensor_name(name): name.replace(FSDP_PREFIX, "")
-        for name, _ in wrapper.named_modules()
-        if f".{COMPILED_MODULE}." in f".{name}."
-    }
-    if not prefixes:
-        return state_dict
-    return {
-        f"{prefixes[owner]}.{name}" if (owner := key.rpartition(".")[0]) in prefixes else key: value
-        for key, value in state_dict.items()
-        for name in [key.rpartition(".")[2]]
-    }
-
-
-def _metadata_for(wrapper: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Module versions of a state dict, found under the names the wrapped tree has."""
-    found = OrderedDict(metadata)
-    for name, _ in wrapper.named_modules():
-        clean = clean_tensor_name(name)
-        if clean in metadata:
-            found[name] = metadata[clean]
-    return found
-
-
-def _strict_error(
-    module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]
-) -> Exception:
-
-    lines = []
-    if unexpected:
-        lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
-    if missing:
-        lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}. ")
-    listed = "\n\t".join(lines)
-    return CheckpointError(
-        f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
-    )
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
