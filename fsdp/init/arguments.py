@@ -34,9 +34,12 @@ def policy_named(name: str, arguments: BuildArguments) -> AutoWrapPolicy:
     """The policy that a string stands for.
 
     Raises:
-        ConfigError: If it is not ``"auto"``.
+        ConfigTypeError: If it is not ``"auto"``.
     """
-    one_of("auto_wrap_policy", name, ("auto",))
+    if name != "auto":
+        raise ConfigTypeError(
+            f"auto_wrap_policy is the string {name!r}: expected a policy, a set of module classes, or 'auto'."
+        )
     ranks = 1 if arguments.axes.shard is None else arguments.axes.shard.size()
     return AutoWrapPolicy(efficient_bytes(ranks, on_cpu=arguments.device.type == "cpu"))
 

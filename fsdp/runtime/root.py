@@ -90,7 +90,9 @@ class Root:
         self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
-        self._forwards = 0  # attempts, failed ones included
+        self._forwards = (
+            0  # attempts outside Join, failed ones included: the same number on every rank
+        )
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.join_root(self, index, name)
         self.lockstep = Lockstep(self.units)
@@ -137,12 +139,13 @@ class Root:
         if _torch.in_backward():
             return
         self.recover()
-        self._forwards += 1
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
         if self.uneven is not None:
             self.uneven.forward(with_grad=torch.is_grad_enabled())
+        if not self.lockstep.on:
+            self._forwards += 1
         self.entered_with_grad = torch.is_grad_enabled()
         self.in_full_precision = (
             entry.config.mixed_precision.full_precision_in_eval
