@@ -2,7 +2,8 @@
 
 A parameter may be reachable through several modules (tied weights) or several paths (a shared module).  It has one
 owner: the unit that contains every module using it, that is the lowest common ancestor among the units.  So ties
-across units need no special case: the owner gathers the parameter before any of its users runs.
+across units need no special case: the owner gathers the parameter before any of its users runs.  A unit that is itself
+reached through several others owns its parameters, since every path to them enters it.
 """
 
 from __future__ import annotations
@@ -127,19 +128,13 @@ class _Walk:
         for name, param in _torch.parameter_table(module).items():
             if param is not None and not self._is_ignored(param):
                 found = self.found.setdefault(param, _Found(chain))
-                found.chain = _common_prefix(found.chain, chain)
+                found.chain = _in_both(found.chain, chain)
                 found.sites.setdefault((module, name), join_names(prefix, name))
         for name, child in _torch.child_table(module).items():
             if child is not None:
                 self.visit(child, join_names(prefix, name), chain)
 
 
-def _common_prefix(
-    left: tuple[nn.Module, ...], right: tuple[nn.Module, ...]
-) -> tuple[nn.Module, ...]:
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a is not b:
-            break
-        length += 1
-    return left[:length]
+def _in_both(left: tuple[nn.Module, ...], right: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    """The units around both, outermost first; a shared unit counts, though it is reached by different paths."""
+    return tuple(unit for unit in left if unit in right)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
+from tests.support.models import MlpBlock, Outer, SharedLayer
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Net,
@@ -112,3 +113,16 @@ def looked_at_first(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_an_inner_unit_may_be_looked_at_before_the_root_has_run(use_orig_params, world_size):
     run_ranks(looked_at_first, world_size, use_orig_params)
+
+
+def shared_unit(model, rank):
+    """A unit that several others use, called by itself before the root ever was."""
+    inner = model.module if isinstance(model, FSDP) else model
+    inner.shared(torch.ones(2, 7)).square().sum().backward()
+    model(batch(rank)).square().sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_unit_that_several_units_share_may_be_called_by_itself(world_size):
+    classes = {Outer, MlpBlock}
+    run_ranks(check_script, world_size, shared_unit, SharedLayer, classes)
