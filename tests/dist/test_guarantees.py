@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import UsageError
-from tests.dist.test_engine_features import record
+from tests.dist.test_engine_features import micro_batches, record
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
