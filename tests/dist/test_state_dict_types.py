@@ -204,7 +204,9 @@ def all_types(name, strategy, offload=False):
             loaded = other.state_dict()
             assert all(torch.equal(loaded[key], reference[key]) for key in reference)
         pieces = {key for key in local_state if key.rpartition(".")[2].startswith("flat_param")}
-        assert len(pieces) == sum(len(unit.handles) for unit in model._unit.root.units)
+        # A unit that several modules share has keys under each of its names, like any shared module.
+        paths = [unit for _, unit in model.named_modules(remove_duplicate=False) if type(unit) is FSDP]
+        assert len(pieces) == sum(len(unit._unit.handles) for unit in paths)
         shard = local_state.get("flat_param")
         if shard is not None:
             assert isinstance(shard, DTensor)
