@@ -92,12 +92,17 @@ class _Then:
 
 
 class DeviceStreams:
-    """An accelerator with streams and events."""
+    """An accelerator with streams and events.
+
+    Args:
+        device: Which one.
+        module: What has its streams, if not ``torch.cuda`` or the like.
+    """
 
     host_synchronous = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device)
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        self._module: Any = torch.get_device_module(device) if module is None else module
         self._device = device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)

@@ -1,0 +1,375 @@
+"""A race detector for code that uses streams and events, on the CPU.
+
+``Machine`` stands in for ``torch.cuda``: it has streams, events and a current stream, and gives each stream a vector
+clock.  An operation that is launched on a stream happens after what came before on that stream and after what its
+events waited for, and after nothing else, whatever order the CPU really runs things in.
+
+``Machine.watching()`` sees every operation of torch, forward, backward and optimizer alike, with the memory it reads
+and writes, and notes a race wherever two accesses to the same bytes, one of them a write, are not ordered.
+
+Note [Allocator]
+    Memory is taken from the pool of the current stream, as CUDA's caching allocator does, and goes back to that pool
+    when its storage is freed, whoever still reads it.  The allocator is taken to be as nasty as it may be: whatever is
+    allocated is assumed to lie where anything freed in the same pool has lain.  So a first access that is not ordered
+    after the last accesses to all that was freed before is a race as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Machine", "Race"]
+
+Clock = dict[int, int]  # stream -> how many of its operations are known to have finished
+
+_SYNCHRONISES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+class Stream:
+    """Operations in order."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine = machine
+        self.name = name
+        self.number = len(machine.streams)
+        self.clock: Clock = {self.number: 0}
+        machine.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        """What is launched from now on comes after what the event recorded."""
+        if not self.machine.drops_this_wait():
+            _join(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        """What is launched from now on comes after what ``other`` has been given so far."""
+        if not self.machine.drops_this_wait():
+            _join(self.clock, other.clock)
+
+    def tick(self) -> Clock:
+        """One more operation; returns all that happens before it, itself included."""
+        _join(self.clock, self.machine.host)
+        self.clock[self.number] += 1
+        return dict(self.clock)
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, **_: Any) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream) -> None:
+        """Remember how far ``stream`` is."""
+        self.clock = dict(stream.clock)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation's use of a span of bytes."""
+
+    operation: str
+    stream: int
+    tick: int
+    start: int
+    stop: int
+    writes: bool
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether their order matters."""
+        return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that nothing orders."""
+
+    what: str
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.second} is not ordered after {self.first}"
+
+
+@dataclass
+class _Block:
+    """The memory of one storage from its allocation to its release."""
+
+    pool: int
+    after: list[Access] = field(default_factory=list)  # what used the pool's memory before
+    accesses: list[Access] = field(default_factory=list)
+
+
+class Machine:
+    """Stands in for ``torch.cuda`` (``Stream``, ``Event``, ``stream``, ``current_stream``), and watches.
+
+    Attributes:
+        races: What was found.
+        synchronisations: Operations that made the host wait.
+        operations: How many were seen.
+        dropped: ``(function, caller)``: waits made in that function of ``watched_file``, below that caller if it is
+            not None, do nothing.
+    """
+
+    Event = Event
+
+    def __init__(
+        self, watched_file: str = "", dropped: tuple[str, str | None] | None = None
+    ) -> None:
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.races: list[Race] = []
+        self.synchronisations: list[str] = []
+        self.operations = 0
+        self.dropped = dropped
+        self.drops = 0
+        self._watched_file = watched_file
+        self._names = iter(("compute", "gather", "reduce", "wire", "mover", *map(str, range(99))))
+        self._current = self.Stream()
+        self._blocks: dict[int, _Block] = {}
+        self._living: dict[int, StorageWeakRef] = {}
+        self._freed: dict[int, list[Access]] = {}
+        self._reported: set[Race] = set()
+
+    # -- what code under test calls -----------------------------------------------------------------------------------
+
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
+        """A new stream."""
+        return Stream(self, next(self._names))
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """Where operations go."""
+        return self._current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Send operations to ``stream``."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        """No graph is captured here."""
+        return False
+
+    def spin(self, seconds: float) -> None:
+        """Time passes on the current stream."""
+        self._current.tick()
+
+    def synchronize(self) -> None:
+        """The host waits for everything, as a user may at any time."""
+        for stream in self.streams:
+            _join(self.host, stream.clock)
+
+    def drops_this_wait(self) -> bool:
+        """Whether the wait that is being made is the one to leave out."""
+        if self.dropped is None:
+            return False
+        function, caller = self.dropped
+        frame = sys._getframe(2)
+        if not (
+            frame.f_code.co_filename.endswith(self._watched_file)
+            and frame.f_code.co_name == function
+        ):
+            return False
+        while caller is not None:
+            frame = frame.f_back
+            if frame is None:
+                return False
+            if frame.f_code.co_name == caller:
+                break
+        self.drops += 1
+        return True
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See every operation inside the context."""
+        resize, tolist = torch.UntypedStorage.resize_, torch.Tensor.tolist
+
+        def resizing(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            self.resized(storage, nbytes)
+            return resize(storage, nbytes)
+
+        def listing(tensor: torch.Tensor) -> Any:
+            self.synchronise("tolist")
+            return tolist(tensor)
+
+        torch.UntypedStorage.resize_, torch.Tensor.tolist = resizing, listing
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            torch.UntypedStorage.resize_, torch.Tensor.tolist = resize, tolist
+
+    def synchronise(self, operation: str) -> None:
+        """The host waits for the current stream."""
+        self.synchronisations.append(operation)
+        _join(self.host, self._current.clock)
+
+    def operation(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """One operation on the current stream."""
+        self.operations += 1
+        clock = self._current.tick()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if tensor.numel():
+                    self._access(name, tensor, clock, is_write)
+        if name in _SYNCHRONISES:
+            self.synchronise(name)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is new."""
+        self._start(tensor.untyped_storage())
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Memory behind ``storage`` comes or goes."""
+        if nbytes and not storage.nbytes():
+            self._start(storage)
+        elif not nbytes and storage.nbytes():
+            key = storage._cdata
+            self._living.setdefault(key, StorageWeakRef(storage))
+            self._release(key)
+            self._blocks.pop(key, None)
+
+    def collect_freed(self) -> None:
+        """Take back the memory of storages that nothing holds any more."""
+        for key in [key for key, reference in self._living.items() if reference.expired()]:
+            self._release(key)
+            self._blocks.pop(key, None)
+            del self._living[key]
+
+    def _start(self, storage: torch.UntypedStorage) -> None:
+        key, pool = storage._cdata, self._current.number
+        self._living[key] = StorageWeakRef(storage)
+        self._blocks[key] = _Block(pool, list(self._freed.get(pool, ())))
+
+    def _release(self, key: int) -> None:
+        block = self._blocks.get(key)
+        if block is not None:
+            freed = self._freed.setdefault(block.pool, [])
+            latest = {access.stream: access for access in (*freed, *block.accesses, *block.after)}
+            for access in (*freed, *block.accesses):
+                if access.tick > latest[access.stream].tick:
+                    latest[access.stream] = access
+            self._freed[block.pool] = list(latest.values())
+
+    def _access(self, name: str, tensor: torch.Tensor, clock: Clock, is_write: bool) -> None:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            self._report(f"memory that {name} uses has been freed", "", name)
+            return
+        key = storage._cdata
+        if key not in self._blocks:
+            self._living[key] = StorageWeakRef(storage)
+            self._blocks[key] = _Block(0)
+        block = self._blocks[key]
+        start, stop = _span(tensor)
+        stream = self._current
+        access = Access(name, stream.number, clock[stream.number], start, stop, is_write)
+        for earlier in block.after:
+            if clock.get(earlier.stream, 0) < earlier.tick:
+                self._race("memory that another tensor has had", earlier, access)
+        for earlier in block.accesses:
+            if earlier.conflicts(access) and clock.get(earlier.stream, 0) < earlier.tick:
+                self._race("the same memory", earlier, access)
+        block.accesses.append(access)
+
+    def _race(self, what: str, first: Access, second: Access) -> None:
+        self._report(what, self._describe(first), self._describe(second))
+
+    def _report(self, what: str, first: str, second: str) -> None:
+        race = Race(what, first, second)
+        if race not in self._reported:
+            self._reported.add(race)
+            self.races.append(race)
+
+    def _describe(self, access: Access) -> str:
+        kind = "write" if access.writes else "read"
+        return f"{kind} by {access.operation} on {self.streams[access.stream].name}"
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the machine about every operation."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        machine = self._machine
+        machine.collect_freed()
+        schema = func._schema
+        values = [
+            *zip(schema.arguments, args, strict=False),
+            *(
+                (argument, kwargs[argument.name])
+                for argument in schema.arguments
+                if argument.name in kwargs
+            ),
+        ]
+        result = func(*args, **kwargs)
+        fresh = [
+            tensor
+            for returned, value in zip(schema.returns, _as_tuple(result, schema), strict=False)
+            if returned.alias_info is None
+            for tensor in _tensors(value)
+        ]
+        reads, writes = [], []
+        for argument, value in values:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_write else reads).extend(_tensors(value))
+        if (
+            schema.returns
+            and not writes
+            and not fresh
+            and func is not torch.ops.aten._local_scalar_dense.default
+        ):
+            return result  # a view
+        inputs = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        made = [t for t in fresh if t.untyped_storage()._cdata not in inputs]
+        for tensor in made:
+            machine.allocated(tensor)
+        if not schema.name.startswith("aten::empty"):
+            machine.operation(schema.name, reads, [*writes, *made])
+        return result
+
+
+def _as_tuple(result: Any, schema: Any) -> tuple[Any, ...]:
+    return tuple(result) if len(schema.returns) > 1 else (result,)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes from the tensor's first element to its last."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
