@@ -31,7 +31,7 @@ from .errors import (
 )
 from .flat.handle import FlatParamHandle
 from .flat.parameter import FlatParameter
-from .init.arguments import check_offload, of_type, one_of, override, policy_named
+from .init.arguments import check_offload, divisor_of, of_type, one_of, override, policy_named
 from .init.build import (
     BuildArguments,
     build_units,
@@ -103,6 +103,9 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
             its parameters in ways of its own; costs their memory on every rank.
 
     Raises:
+        gradient_divisor: What summed gradients are divided by, if not by the number of ranks: for units whose gradients
+            sum over more data than their ranks' (experts, see ``docs/how-to/mixture-of-experts.md``).  Policies may
+            give one for single units.
         ConfigError: If an argument is wrong or contradicts another, before anything is changed.
 
     Example::
@@ -138,6 +141,7 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         replicated_modules: Iterable[nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        gradient_divisor: float | None = None,
         check_not_wrapped(module, _is_wrapped)
         strategy = of_type(
             "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
@@ -171,6 +175,7 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         )
         check_offload(arguments)
         if isinstance(auto_wrap_policy, str):
+            gradient_divisor=divisor_of(gradient_divisor),
             auto_wrap_policy = policy_named(auto_wrap_policy, arguments)
         overrides = plan_overrides(
             module, auto_wrap_policy, arguments, ignored, _is_wrapped, override, replicated
@@ -501,12 +506,9 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         Raises:
             ConfigError: If ``divisor`` is not positive.
         """
-        if divisor is not None and not divisor > 0:
-            raise ConfigError(
-                f"the gradient divisor is {divisor}: expected a positive number or None."
-            )
+        checked = divisor_of(divisor)
         for unit in _units_in(self):
-            unit.gradient_divisor = divisor
+            unit.gradient_divisor = checked
 
     @contextmanager
     def guard(self) -> Iterator[None]:

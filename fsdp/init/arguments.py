@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..plan.auto import AutoWrapPolicy, efficient_bytes
 from .build import BuildArguments
 
-__all__ = ["check_offload", "of_type", "one_of", "override", "policy_named"]
+__all__ = ["check_offload", "divisor_of", "of_type", "one_of", "override", "policy_named"]
 
 
 def of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
@@ -57,6 +58,23 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def check_offload(arguments: BuildArguments) -> None:
+def divisor_of(value: Any) -> float | None:
+    """``value`` as a gradient divisor.
+
+    Raises:
+        ConfigError: If it is not a positive number or None.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        raise ConfigError(f"the gradient divisor is {value!r}: expected a positive number or None.")
+    return number
+
+
     """Refuse what offloading can not do yet.
 
     Raises:
@@ -92,10 +110,13 @@ def override(arguments: BuildArguments, extra: Mapping[str, Any]) -> BuildArgume
                 strategy, extra.get("process_group"), extra.get("device_mesh")
             )
         elif name in _OVERRIDABLE:
+        elif name == "gradient_divisor":
+            changes[name] = divisor_of(value)
             changes[_OVERRIDABLE[name]] = value
         else:
             raise ConfigError(
-                f"a policy gave the argument {name!r} for one unit: expected one of {sorted(_OVERRIDABLE)}."
+            known = {*_OVERRIDABLE, "process_group", "device_mesh", "gradient_divisor"}
+                f"a policy gave the argument {name!r} for one unit: expected one of {sorted(known)}."
             )
     if changes.get("mixed_precision", arguments.mixed_precision) is None:
         changes["mixed_precision"] = MixedPrecision()

@@ -53,6 +53,7 @@ class BuildArguments:
     limit_all_gathers: bool
     use_orig_params: bool
     allow_unused: str | None = None
+    gradient_divisor: float | None = None
 
     def unit_config(self) -> UnitConfig:
         """The part of the arguments that matters in a step."""
@@ -65,6 +66,7 @@ class BuildArguments:
             orig_mode=self.use_orig_params,
             any_rank=self.allow_unused == "any_rank",
             device=self.device,
+            gradient_divisor=self.gradient_divisor,
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm.compression import Compression
 from ..comm.topology import Axes, NodeGroups, node_groups
 from ..errors import ConfigError, ConfigTypeError, TrainingStateError, UnsupportedError, describe
+from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ def register_hook(units: Sequence[Unit], state: object, hook: Callable[..., None
     if not callable(hook):
         raise ConfigError(f"The communication hook must be callable but got {hook!r}.")
     _check_open("register_comm_hook", units)
+    partial = partial_units(units)
+    if partial:
+        raise UnsupportedError(
+            describe(
+                "a communication hook has one state, and so one process group, but this model has units over several",
+                unit=partial[0].name,
+                remedy="Use compress_communication, which compresses over each unit's own group.",
+            ),
+            unit=partial[0].name,
+        )
     for unit in units:
         _check_arguments(hook, unit)
     for unit in units:

@@ -16,6 +16,8 @@ from .. import _torch
 from ..comm.collectives import Collectives
 from ..errors import ConfigTypeError, FsdpWarning, UsageError, describe, name_some
 from ..flat.handle import FlatParamHandle
+from ..runtime.root import Root
+from ..runtime.spread import tell_tree, widest
 from ..runtime.unit import Unit, living_units
 
 __all__ = ["clip_grad_norm_", "clip_units"]
@@ -23,20 +25,48 @@ __all__ = ["clip_grad_norm_", "clip_units"]
 
 @dataclass(slots=True)
 class _Shared:
-    """Parameters sharded over the same ranks.
+    """Parameters whose norms add up over the same ranks.
 
     Attributes:
-        collectives: Of those ranks.
+        axes: Collectives of those ranks, added over one after the other.
+        tree: The widest unit around them, if their units are partial (see ``runtime.spread``).
         params: The parameters optimizers hold.
+        counted: Those among them whose norm this rank adds: where ``axes`` span replicas, the first one's only.
         handles: The handles they come from, each once.
     """
 
-    collectives: Collectives
+    axes: tuple[Collectives, ...]
+    tree: Unit | None = None
     params: list[nn.Parameter] = field(default_factory=list)
+    counted: list[nn.Parameter] = field(default_factory=list)
     handles: dict[FlatParamHandle, None] = field(default_factory=dict)
 
 
-_Groups = Mapping[tuple[int, int, int], _Shared]
+_Groups = Mapping[object, _Shared]
+
+
+class _Grouping:
+    """Sorts parameters by the ranks over which their norms add up."""
+
+    def __init__(self) -> None:
+        self.groups: dict[object, _Shared] = {}
+        self._trees: dict[Root, Unit] = {}
+
+    def add(self, unit: Unit, handle: FlatParamHandle, params: Iterable[nn.Parameter]) -> None:
+        """Add ``params`` of ``handle``."""
+        if unit.root not in self._trees:
+            self._trees[unit.root] = widest(unit.root.units)
+        tree = self._trees[unit.root]
+        if unit.world_size == tree.world_size:
+            shared = self.groups.setdefault(unit.group_key, _Shared((unit.shard,)))
+            is_counted = True
+        else:
+            shared = self.groups.setdefault(tree, _Shared((tree.shard, tree.replicate), tree))
+            is_counted = unit.replicate.rank == 0
+        found = list(params)
+        shared.params += found
+        shared.counted += found if is_counted else []
+        shared.handles[handle] = None
 
 
 @torch.no_grad()
@@ -80,16 +110,15 @@ def clip_grad_norm_(
         for param in handle.exposed
         if param in params
     }
-    groups: dict[tuple[int, int, int], _Shared] = {}
+    grouping = _Grouping()
     for param in params:
         if param in owners:
             unit, handle = owners[param]
             _check_reduced(unit)
-            shared = groups.setdefault(unit.group_key, _Shared(unit.shard))
-            shared.params.append(param)
-            shared.handles[handle] = None
+            grouping.add(unit, handle, [param])
     others = [param for param in params if param not in owners]
     device = next((param.device for param in params), torch.device("cpu"))
+    groups = grouping.groups
     return _clip(groups, others, float(max_norm), float(norm_type), device, error_if_nonfinite)
 
 
@@ -132,8 +161,10 @@ def clip_units(
 ) -> torch.Tensor:
     """Scale gradients so that the norm of the whole model's gradient is at most ``max_norm``.
 
-    Sharded gradients are summed over their shard group, replicated and unmanaged ones counted once.  The norm is
-    accumulated in float32 (float64 for float64 gradients) and stays on the device: the host never waits for it.
+    Sharded gradients are summed over their shard group, replicated and unmanaged ones counted once; those of units
+    over fewer ranks than the rest of the tree (experts) over the whole tree, since other ranks have others.
+    The norm is accumulated in float32 (float64 for float64 gradients) and stays on the device: the host never waits
+    for it.
 
     Collective: every rank of every unit's shard group.
 
@@ -151,13 +182,11 @@ def clip_units(
     Raises:
         UsageError: See :func:`clip_grad_norm_`.
     """
-    groups: dict[tuple[int, int, int], _Shared] = {}
+    grouping = _Grouping()
     for unit in units:
-        shared = groups.setdefault(unit.group_key, _Shared(unit.shard))
         for handle in unit.handles:
-            shared.params.extend(handle.exposed)
-            shared.handles[handle] = None
-    return _clip(groups, others, max_norm, norm_type, device, error_if_nonfinite)
+            grouping.add(unit, handle, handle.exposed)
+    return _clip(grouping.groups, others, max_norm, norm_type, device, error_if_nonfinite)
 
 
 def _clip(
@@ -173,10 +202,13 @@ def _clip(
     every = [grad for grads in grads_of.values() for grad in grads] + rest
     dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in every) else torch.float32
     total = _power_sum(rest, norm_type, dtype, device)
+    op = {math.inf: "max", -math.inf: "min"}.get(norm_type, "sum")
     for key, shared in groups.items():
-        part = _power_sum(grads_of[key], norm_type, dtype, device)
-        op = {math.inf: "max", -math.inf: "min"}.get(norm_type, "sum")
-        shared.collectives.all_reduce([part], op=op).wait()
+        counted = shared.counted
+        grads = grads_of[key] if len(counted) == len(shared.params) else _grads(counted)
+        part = _power_sum(grads, norm_type, dtype, device)
+        for axis in shared.axes:
+            axis.all_reduce([part], op=op).wait()
         total = _combine(total, part, norm_type)
     if norm_type not in (math.inf, -math.inf, 0.0):
         total = total.pow(1.0 / norm_type)
@@ -203,21 +235,24 @@ def _nonfinite(groups: _Groups, rest: Sequence[torch.Tensor], norm: float) -> Us
     names: list[str] = []
     for shared in groups.values():
         handles = list(shared.handles)
-        flags = torch.tensor(
-            [flag for handle in handles for flag in _nonfinite_pieces(handle)],
-            dtype=torch.uint8,
-            device=handles[0].device,
-        )
-        shared.collectives.all_reduce([flags], op="max").wait()
+        found = [flag for handle in handles for flag in _nonfinite_pieces(handle)]
         fqns = [fqn for handle in handles for fqn in handle.fqns]
+        if shared.tree is not None:  # other ranks have other parameters
+            mine = [fqn for fqn, bad in zip(fqns, found, strict=True) if bad]
+            told = tell_tree(shared.tree, mine)
+            names += dict.fromkeys(fqn for theirs in told for fqn in theirs)
+            continue
+        flags = torch.tensor(found, dtype=torch.uint8, device=handles[0].device)
+        for axis in shared.axes:
+            axis.all_reduce([flags], op="max").wait()
         names += [fqn for fqn, bad in zip(fqns, flags.tolist(), strict=True) if bad]
     unmanaged = sum(not bool(grad.isfinite().all()) for grad in rest)
-    found = name_some(names) if names else "of none that is sharded"
+    reported = name_some(names) if names else "of none that is sharded"
     if unmanaged:
-        found += f", and of {unmanaged} that no wrapper manages"
+        reported += f", and of {unmanaged} that no wrapper manages"
     return UsageError(
         describe(
-            f"the norm of the gradients is {norm}: not finite are the gradients of {found}",
+            f"the norm of the gradients is {norm}: not finite are the gradients of {reported}",
             fqn=names[0] if names else None,
             remedy="Skip the step, or look for the operation with torch.autograd.detect_anomaly.",
         ),

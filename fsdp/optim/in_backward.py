@@ -15,6 +15,7 @@ from torch import nn
 from .. import _torch
 from ..errors import ConfigError, UsageError, describe
 from ..runtime.held import units_in
+from ..runtime.spread import widest
 from ..runtime.unit import Unit
 
 __all__ = ["OptimizerInBackward", "apply_optimizer_in_backward"]
@@ -207,9 +208,17 @@ class OptimizerInBackward:
     def _agree_on_norm(self) -> torch.Tensor:
         nothing = torch.zeros((), dtype=self._norm_dtype, device=self._units[0].config.device)
         total = nothing
-        groups = {unit.group_key: unit.shard for unit in self._units}
-        for key, shard in groups.items():
+        tree = widest(self._units[0].root.units)
+        groups = {unit.group_key: unit for unit in self._units}
+        elsewhere = nothing.clone()  # of experts, of which other ranks have others
+        for key, unit in groups.items():
             square = self._squares.get(key, nothing).clone()
-            shard.all_reduce([square]).wait()
+            if unit.world_size < tree.world_size:
+                elsewhere += square if unit.replicate.rank == 0 else 0
+                continue
+            unit.shard.all_reduce([square]).wait()
             total = total + square
-        return total.sqrt()
+        if any(unit.world_size < tree.world_size for unit in groups.values()):
+            for axis in (tree.shard, tree.replicate):
+                axis.all_reduce([elsewhere]).wait()
+        return (total + elsewhere).sqrt()

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import ShardMismatchError, UnsupportedError, UsageError, describe
 from ..names import join_names
+from ..runtime.spread import partial_units
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -368,6 +369,17 @@ def check_joinable(root: Root, *, by_all: bool) -> None:
     Raises:
         UnsupportedError: If a communication hook divides them, or gathers of a backward differ from a forward's.
     """
+    partial = partial_units(root.units)
+    if partial:
+        raise UnsupportedError(
+            describe(
+                "Join needs every unit over all ranks of the model: ranks without data could not take part in what "
+                "experts exchange",
+                unit=partial[0].name,
+                remedy="Give every rank the same number of batches.",
+            ),
+            unit=partial[0].name,
+        )
     compression = root.units[0].compression
     if compression is not None and compression[0].secondary_shard:
         raise UnsupportedError(

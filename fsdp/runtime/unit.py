@@ -50,6 +50,7 @@ class UnitConfig:
         orig_mode: ``use_orig_params``.
         any_rank: ``allow_unused="any_rank"``: ranks may use different parts of the unit, or none.
         device: Where the unit computes.
+        gradient_divisor: What summed gradients are divided by; the number of ranks if None.
     """
 
     strategy: ShardingStrategy
@@ -60,6 +61,7 @@ class UnitConfig:
     orig_mode: bool
     any_rank: bool
     device: torch.device
+    gradient_divisor: float | None = None
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -657,8 +659,8 @@ class Unit:
         """What the sum is divided by, so that both divisions make the mean (or the sum over the set divisor)."""
         if self.comm_hook is not None:  # it has averaged; over the shard axis only if there is one
             return float(self.replicate.size) if self.is_sharded else 1.0
-        ranks = self.root.ranks_averaged or self.world_size
-        divisor = ranks if self.gradient_divisor is None else self.gradient_divisor
+        asked = self.gradient_divisor or self.config.gradient_divisor
+        divisor = asked or self.root.ranks_averaged or self.world_size
         return divisor / self.predivide
 
     @property

@@ -5,14 +5,12 @@ Everything of one unit goes in one launch, as bytes, however many tensors it is.
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..comm.collectives import Collectives, Gather
+from ..comm.collectives import Collectives
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import FlatLayout, Span
 from ..runtime.full_params import gather_flat
@@ -24,37 +22,8 @@ __all__ = [
     "flats_from_slices",
     "slices_from_flats",
     "send_whole",
-    "tell_all",
     "to_keepers",
 ]
-
-
-def tell_all(group: Collectives, message: Any, device: torch.device) -> list[Any]:
-    """Every rank's message, in rank order.
-
-    Collective: every rank of ``group``; two launches.
-
-    Args:
-        group: Who takes part.
-        message: Anything that pickles, small.
-        device: Where the group communicates.
-    """
-    if group.size == 1:
-        return [message]
-    told = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8).to(device)
-    sizes = torch.zeros(group.size, dtype=torch.int64, device=device)
-    sizes[group.rank] = told.numel()
-    group.all_gather([Gather(sizes, sizes.split(1))]).wait()
-    longest = int(sizes.max())
-    whole = torch.zeros(group.size * longest, dtype=torch.uint8, device=device)
-    slices = whole.split(longest)
-    slices[group.rank][: told.numel()].copy_(told)
-    group.all_gather([Gather(whole, slices)]).wait()
-    whole = whole.cpu()
-    return [
-        pickle.loads(ctypes.string_at(part.data_ptr(), size))
-        for part, size in zip(whole.split(longest), sizes.tolist(), strict=True)
-    ]
 
 
 def to_keepers(

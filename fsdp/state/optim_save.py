@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..comm.telling import tell_all
 from ..errors import CheckpointError, FsdpError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
 from ..runtime.held import Held, held_params
 from ..runtime.unit import Unit
-from .optim_pieces import send_whole, slices_from_flats, tell_all, to_keepers
+from .optim_pieces import send_whole, slices_from_flats, to_keepers
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
 from .sharded import slice_span, slice_tensor
 
