@@ -130,6 +130,14 @@ def default_group() -> ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+def group_timeout(group: ProcessGroup) -> float:
+    """Seconds after which ``group``'s operations on the CPU fail.
+
+    Why: a wait that does not go through the group has to end with it.
+    """
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def group_backend(group: ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves ``device`` in ``group``: ``"gloo"``, ``"nccl"``, ``"fake"``, ...
 
@@ -305,7 +313,7 @@ def store_of(group: ProcessGroup, prefix: str) -> Store | None:
     try:
         store = dist.PrefixStore(prefix, group.get_group_store())
         store.set("probe", "")
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, ValueError):
         return None
     return store
 

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["DONE", "Collectives", "Gather", "Pending", "Reduce", "Work"]
+__all__ = ["DONE", "Abandonable", "Collectives", "Gather", "Pending", "Reduce", "Work", "abandon"]
 
 
 @runtime_checkable
@@ -21,6 +21,20 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Block the host (CPU) or the current stream (accelerators) until it has finished."""
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """Work that others would wait for, if it were neither waited on nor abandoned."""
+
+    def abandon(self) -> None:
+        """Nobody will wait on it.  Its buffers must stay alive all the same: peers may still use them."""
+
+
+def abandon(work: Work) -> None:
+    """Tell ``work`` that nobody will wait on it.  Collective: none."""
+    if isinstance(work, Abandonable):
+        work.abandon()
 
 
 class _Done:
@@ -43,6 +57,11 @@ class Pending:
         """Wait for all of them."""
         for work in self.works:
             work.wait()
+
+    def abandon(self) -> None:
+        """Abandon all of them."""
+        for work in self.works:
+            abandon(work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Note [Point-to-point gloo]
     gloo's ``reduce_scatter`` is an all-reduce of the whole buffer, and its ``all_gather`` copies through a
     temporary.  Sends and receives straight between the slices move the same bytes in under half the time (measured,
     docs/explanation/performance.md), run without gloo's worker threads, and let the sum be taken in rank order, so
-    that results are reproducible bit by bit.
+    that results are reproducible bit by bit.  Between ranks of one host short messages go through memory that they
+    share (Note [Shared memory]).
 
 Note [Tags]
     Each unit sends its gathers under one tag and its reduces under another, so data of one unit never ends up in
@@ -18,6 +19,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +28,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work
+from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work, abandon
 from .loopback import Loopback
+from .neighbours import Line, NearCombination, NearGather, NearSums, meet
+from .shared_memory import LONGEST_MESSAGE, Check, Neighbours
 from .watch import Awaited, Channel, Watch, the_watch
 
 if TYPE_CHECKING:
@@ -43,6 +47,14 @@ _OPS: dict[str, Any] = {
 _TAG_BASE = 1 << 20  # beyond what users choose for their own sends
 _EXCHANGE_TAG_BASE = 1 << 21  # after the two tags of every unit
 _TAG_OF_NOBODY = _TAG_BASE - 1
+_TAG_OF_MEETINGS = _TAG_BASE - 2
+_KINDS = 3  # of lines through shared memory: gathers, reductions, all-reduces
+_SHORT = 64 << 10  # bytes that every rank may read of every other
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -149,55 +161,72 @@ class PointToPointCollectives:
         # Each rank starts with the peer after it, so that no rank is everybody's first receiver.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._watch = the_watch()
-        serial = _SERIALS[group] = _SERIALS.get(group, -1) + 1
+        serial = self._serial = _SERIALS[group] = _SERIALS.get(group, -1) + 1
         self._gather_tag = _TAG_BASE + 2 * serial
         self._exchange_tag = _EXCHANGE_TAG_BASE + serial
         self._reduce_tag = self._gather_tag + 1
         self._gathers = self._channel(f"{serial}/gather")
         self._reduces = self._channel(f"{serial}/reduce")
+        self._combinations = self._channel(f"{serial}/combine")
         self._exchanges = self._channel(f"{serial}/exchange")
+        self._lines: _Lines | None = None
+        self._has_met = False
         self.name_for_messages(f"number {serial}")
 
     def name_for_messages(self, name: str) -> None:
         """Set the unit's name, which errors tell."""
         self._gathers.text = f"the gather of unit {name or '<root>'!r}"
         self._reduces.text = f"the reduction of unit {name or '<root>'!r}"
+        self._combinations.text = f"an all-reduce of unit {name or '<root>'!r}"
         self._exchanges.text = f"an exchange of pieces of unit {name or '<root>'!r}"
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
+        own = [gather.slices[self.rank] for gather in gathers]
+        lines = self._lines_for(sum(piece.nbytes for piece in own))
         works: list[Work] = []
         tag = self._gather_tag
-        for gather in gathers:
-            own = gather.slices[self.rank]
-            if own.numel():
-                works += [
-                    self._group.recv([gather.slices[peer]], peer, tag) for peer in self._peers
-                ]
-                works += [self._group.send([own], peer, tag) for peer in self._peers]
+        peers = self._peers if lines is None else lines.far
+        if peers:
+            for gather, piece in zip(gathers, own, strict=True):
+                if piece.numel():
+                    works += [self._group.recv([gather.slices[peer]], peer, tag) for peer in peers]
+                    works += [self._group.send([piece], peer, tag) for peer in peers]
+        if lines is not None:
+            works.append(NearGather(lines.gathers, own, [gather.slices for gather in gathers]))
         return _Exchange(self._gathers, self._watch, works)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """Send every peer its slice; add up the received ones in rank order when waited on."""
+        lines = self._lines_for(sum(reduce.whole.nbytes - reduce.out.nbytes for reduce in reduces))
         works: list[Work] = []
-        sums: list[_OrderedSum] = []
+        received: list[dict[int, torch.Tensor]] = []
         tag = self._reduce_tag
+        peers = self._peers if lines is None else lines.far
         for reduce in reduces:
             numel = reduce.out.numel()
-            if not numel:
-                continue
-            received = torch.empty((self.size - 1) * numel, dtype=reduce.out.dtype).split(numel)
-            for peer, chunk in zip(self._peers, received, strict=True):
-                works.append(self._group.recv([chunk], peer, tag))
-            works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in self._peers]
-            by_rank = dict(zip(self._peers, received, strict=True))
-            by_rank[self.rank] = reduce.slices[self.rank]
-            sums.append(_OrderedSum([by_rank[rank] for rank in range(self.size)], reduce.out))
-        return _Exchange(self._reduces, self._watch, [*works, *sums])
+            chunks = torch.empty(len(peers), numel, dtype=reduce.out.dtype).unbind()
+            received.append(dict(zip(peers, chunks, strict=True)))
+            if numel:
+                works += [self._group.recv([received[-1][peer]], peer, tag) for peer in peers]
+                works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in peers]
+        if lines is not None:
+            works.append(NearSums(lines.reduces, reduces, self.rank, received))
+        else:
+            for reduce, parts in zip(reduces, received, strict=True):
+                parts[self.rank] = reduce.slices[self.rank]
+                works.append(_OrderedSum([parts[rank] for rank in range(self.size)], reduce.out))
+        return _Exchange(self._reduces, self._watch, works)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
-        """Gloo's own all-reduce."""
-        return Pending([_torch.all_reduce(self._group, tensor, _OPS[op]) for tensor in tensors])
+        """Gloo's own all-reduce; through shared memory where that is less work."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        everyone_reads = nbytes <= _SHORT or self.size == 2
+        lines = self._lines_for(nbytes) if everyone_reads else None
+        if lines is None or lines.far or not all(tensor.is_contiguous() for tensor in tensors):
+            return Pending([_torch.all_reduce(self._group, tensor, _OPS[op]) for tensor in tensors])
+        work = NearCombination(lines.combinations, tensors, self.rank, _COMBINE[op])
+        return _Exchange(self._combinations, self._watch, [work])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Gloo's own broadcast."""
@@ -219,6 +248,20 @@ class PointToPointCollectives:
         ]
         return _Exchange(self._exchanges, self._watch, works)
 
+    def _lines_for(self, nbytes: int) -> _Lines | None:
+        """The way through shared memory for a message of ``nbytes``, a number on which all ranks agree."""
+        if not self._has_met:
+            near = meet(self._group, _TAG_OF_MEETINGS)
+            self._has_met = True
+            if near is not None and self._serial < near.channels() // _KINDS:
+                self._lines = _Lines.of(near, self._serial, self._peers, self._check)
+        return self._lines if nbytes <= LONGEST_MESSAGE else None
+
+    def _check(self) -> None:
+        """End a long wait that the watch, of any rank, has found to be for ever."""
+        if self._watch is not None and (explanation := self._watch.explanation()) is not None:
+            raise explanation
+
     def _channel(self, kind: str) -> Channel:
         key = f"{self._group.group_name}/{kind}"
         ranks = tuple(dist.get_process_group_ranks(self._group))
@@ -229,9 +272,26 @@ class PointToPointCollectives:
 
     def _interrupt(self) -> None:
         """End every wait over the group with an error: gloo closes its connections when a receive times out."""
+        if self._lines is not None:
+            self._lines.gathers.neighbours.interrupted = True
         nothing = torch.empty(1)
         with contextlib.suppress(RuntimeError):
             self._group.recv([nothing], self._peers[0], _TAG_OF_NOBODY).wait(_AT_ONCE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """A unit's lines to the ranks of this host, and the peers ``far`` from it."""
+
+    gathers: Line
+    reduces: Line
+    combinations: Line
+    far: list[int]
+
+    @classmethod
+    def of(cls, near: Neighbours, serial: int, peers: Sequence[int], check: Check) -> _Lines:
+        first, second, third = (Line(near, _KINDS * serial + kind, check) for kind in range(_KINDS))
+        return cls(first, second, third, [peer for peer in peers if peer not in near.ranks])
 
 
 class _Exchange:
@@ -244,6 +304,11 @@ class _Exchange:
         self._watch = watch
         self._works = works
         channel.launched += 1
+
+    def abandon(self) -> None:
+        """Abandon every send and receive."""
+        for work in self._works:
+            abandon(work)
 
     def wait(self) -> None:
         """Wait for every send and receive, then add up what came."""

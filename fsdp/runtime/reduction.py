@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _torch
-from ..comm.collectives import DONE, Reduce, Work
+from ..comm.collectives import DONE, Reduce, Work, abandon
 from ..flat.handle import FlatParamHandle
 from ..flat.parameter import set_grad
 from .gradients import Collected
@@ -101,6 +101,10 @@ class Reduction:
         self._parts = []
         if self.unit.on_gradients is not None:
             self.unit.on_gradients()
+
+    def abandon(self) -> None:
+        """Let the other ranks go on without this rank's part in it; the buffers stay for those that still read them."""
+        abandon(self._work)
 
     def _collect(self, handle: FlatParamHandle) -> Part:
         unit = self.unit

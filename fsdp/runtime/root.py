@@ -209,12 +209,12 @@ class Root:
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering what followed ``unit`` last time.
 
-        An accelerator's host runs ahead and does so by itself, unless it is slow; the CPU never does.
+        On an accelerator too, whose host runs ahead: a gather waits for the last use of the memory it takes, so what
+        is launched after the unit before it has been freed would begin when that one's computation has ended.
         """
-        if unit.config.forward_prefetch or self.streams.host_synchronous:
-            for ahead in self._burst(unit, self.order.after):
-                ahead.follow_user_changes()
-                ahead.start_unshard()
+        for ahead in self._burst(unit, self.order.after):
+            ahead.follow_user_changes()
+            ahead.start_unshard()
 
     def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> Iterator[Unit]:
         """The units to gather ahead of ``unit``: the next one, and those after it while together they are small.
@@ -318,6 +318,7 @@ class Root:
         Collective: every rank of every shard group, in lockstep.
         """
         self._reshard_all()
+        self.streams.start_step()
         self.entered_with_grad = with_grad
         self.end_forward()
 
@@ -370,6 +371,8 @@ class Root:
         self.usage.clear()
         self.in_full_precision = False
         self._backward_frame = None
+        for reduction in self._in_flight:
+            reduction.abandon()
         # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
         self._abandoned.extend(self._in_flight)
         self._in_flight.clear()

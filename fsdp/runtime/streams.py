@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.collectives import Work
+from ..comm.collectives import Work, abandon
 
 __all__ = ["HostStreams", "DeviceStreams", "Streams", "streams_for"]
 
@@ -39,7 +39,7 @@ class Streams(Protocol):
     host_synchronous: bool
 
     def start_step(self) -> None:
-        """Let gathers see what compute has done so far (the optimizer step)."""
+        """Let gathers see what compute has written into shards so far (the optimizer step)."""
 
     def run_gather(self, launch: Callable[[], Work]) -> Work:
         """Fill and gather; waiting on the result makes compute see the gathered values."""
@@ -90,6 +90,10 @@ class _Then:
         self._work.wait()
         self._finish()
 
+    def abandon(self) -> None:
+        """Neither wait nor run the function."""
+        abandon(self._work)
+
 
 class DeviceStreams:
     """An accelerator with streams and events.
@@ -106,21 +110,27 @@ class DeviceStreams:
         self._device = device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
-        self._last_release: Any = None
+        self._users: dict[Any, None] = {}  # streams that have computed with gathered parameters in this step
+        self._releases: dict[Any, Any] = {}  # how far each of them was, until gathers know of it
 
     def start_step(self) -> None:
         """The gather stream waits for the compute stream."""
+        if _capturing(self._module):
+            # Capture began with an idle device, and may not wait for what was recorded before it.
+            self._releases.clear()
+        self._users.clear()
         # Order: optimizer step (compute) -> gather.  Without it shards are read while they are updated.
         self._gather.wait_stream(self._module.current_stream(self._device))
 
     def run_gather(self, launch: Callable[[], Work]) -> Work:
         """Launch on the gather stream; the result is an event."""
-        if self._last_release is not None:
+        for event in self._releases.values():
             # Order: last use of freed storage (compute) -> gather.  Without it live parameters are overwritten.
-            self._gather.wait_event(self._last_release)
+            self._gather.wait_event(event)
+        self._releases.clear()
         with self._module.stream(self._gather):
             launch().wait()
-            return self._event_work(self._gather)
+            return self._event_work(self._gather, self._users)
 
     def run_reduce(self, launch: Callable[[], Work], finish: Callable[[], None]) -> Work:
         """Launch and finish on the reduce stream; the result is an event."""
@@ -132,27 +142,42 @@ class DeviceStreams:
             return self._event_work(self._reduce)
 
     def released(self) -> None:
-        """Remember how far compute is."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        self._last_release = event
+        """Remember how far compute is, on every stream it has used: the current one may not be where it ran."""
+        current = self._module.current_stream(self._device)
+        for stream in {**self._users, current: None}:
+            self._releases[stream] = self._recorded(stream)
 
-    def _event_work(self, stream: Any) -> Work:
+    def _event_work(self, stream: Any, users: dict[Any, None] | None = None) -> Work:
+        return _EventWork(self._module, self._device, self._recorded(stream), users)
+
+    def _recorded(self, stream: Any) -> Any:
         event = self._module.Event()
         event.record(stream)
-        return _EventWork(self._module, self._device, event)
+        return event
+
+
+def _capturing(module: Any) -> bool:
+    """Whether a graph is being captured on the current stream; not every accelerator has graphs."""
+    asked = getattr(module, "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 class _EventWork:
-    """Work whose end is an event; waiting makes the current stream wait, never the host."""
+    """Work whose end is an event; waiting makes the current stream wait, never the host, and enters it in ``users``."""
 
-    __slots__ = ("_device", "_event", "_module")
+    __slots__ = ("_device", "_event", "_module", "_users")
 
-    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+    def __init__(
+        self, module: Any, device: torch.device, event: Any, users: dict[Any, None] | None
+    ) -> None:
         self._module = module
         self._device = device
         self._event = event
+        self._users = users
 
     def wait(self) -> None:
         """Order: communication -> what the current stream runs next."""
-        self._module.current_stream(self._device).wait_event(self._event)
+        stream = self._module.current_stream(self._device)
+        stream.wait_event(self._event)
+        if self._users is not None:
+            self._users[stream] = None

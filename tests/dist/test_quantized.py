@@ -6,6 +6,7 @@ Oracles: the definition of rounding to the nearest integer of a block; the exact
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -358,6 +359,7 @@ def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward(kind):
 
 
 def sent_in_a_step(options):
+    os.environ["FSDP_SHARED_MEMORY"] = "0"
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     model = FSDP(layers, auto_wrap_policy=policy(nn.Linear))
