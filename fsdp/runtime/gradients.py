@@ -63,21 +63,26 @@ class _Mark:
         grad: The gradient it had before; if it had none, its part of what this rank alone has computed so far.
         version: That tensor's version.
         invented: Whether it had none.
-        tells: Whether any element was not zero; if none was, zeroing can not be told from other writes.
+        any_nonzero: 0-dimensional, where the gradient is: only a gradient that changed makes the host wait for it.
     """
 
     grad: torch.Tensor
     version: int
     invented: bool
-    tells: bool
+    any_nonzero: torch.Tensor
 
     @classmethod
     def put_on(cls, param: nn.Parameter, local: torch.Tensor) -> _Mark:
         """Give ``param`` a copy of ``local`` as its gradient if it has none, and remember what it shows."""
         invented = param.grad is None
         if param.grad is None:
-            param.grad = local.to(param.dtype, copy=True)
-        return cls(param.grad, _torch.version_of(param.grad), invented, bool(param.grad.any()))
+            param.grad = local.to(param.grad_dtype or param.dtype, copy=True)
+        return cls(param.grad, _torch.version_of(param.grad), invented, param.grad.any())
+
+    @property
+    def tells(self) -> bool:
+        """Whether any element was not zero; if none was, zeroing can not be told from other writes."""
+        return bool(self.any_nonzero)
 
     def take_off(self, param: nn.Parameter) -> bool:
         """Take an invented gradient away again; returns whether the user zeroed the gradient in the meantime."""
@@ -149,7 +154,7 @@ class Gradients:
         dropped = [mark.take_off(param) for param, mark in zip(handle.exposed, marks, strict=True)]
         if handle.orig_mode:
             # A piece that is empty or zero shows nothing of a zero_(); users zero all parameters of a unit or none.
-            rest = any(d for d, mark in zip(dropped, marks, strict=True) if mark.tells)
+            rest = any(d and mark.tells for d, mark in zip(dropped, marks, strict=True))
             dropped = [d or (rest and not m.tells) for d, m in zip(dropped, marks, strict=True)]
         if all(dropped):
             return None

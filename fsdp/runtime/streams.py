@@ -110,7 +110,9 @@ class DeviceStreams:
         self._device = device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
-        self._users: dict[Any, None] = {}  # streams that have computed with gathered parameters in this step
+        self._users: dict[
+            Any, None
+        ] = {}  # streams that have computed with gathered parameters in this step
         self._releases: dict[Any, Any] = {}  # how far each of them was, until gathers know of it
 
     def start_step(self) -> None:

@@ -45,7 +45,7 @@ class UnitConfig:
         strategy: Sharding strategy.
         mixed_precision: Dtypes; all None where nothing is cast.
         backward_prefetch: When the next gather of the backward starts; None for never.
-        forward_prefetch: Whether the next gather of the forward is started explicitly.
+        forward_prefetch: Kept for its name; the next gather of the forward is always started early.
         limit_all_gathers: Kept for its name; gathers are always bounded (see Note [Stream order]).
         orig_mode: ``use_orig_params``.
         any_rank: ``allow_unused="any_rank"``: ranks may use different parts of the unit, or none.
@@ -309,6 +309,7 @@ class Unit:
             with torch.inference_mode(mode=False), torch.no_grad():
                 for handle in changed:
                     handle.adopt_changes()
+            self.root.streams.start_step()
             self._prepare()
         self._param_hooks.follow()
 

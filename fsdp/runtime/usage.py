@@ -53,7 +53,7 @@ def agree(
         for handle in handles
         for used in usage.flags.get(handle, [False] * len(handle.exposed))
     ]
-    flags = torch.tensor(mine, dtype=torch.uint8, device=handles[0].device)
+    flags = _on_device(mine, handles[0].device)
     for group in collectives:
         group.all_reduce([flags], op="max").wait()
     if not usage.withheld:
@@ -64,3 +64,13 @@ def agree(
         only_elsewhere = [a and not h for a, h in zip(anyone[handle], here, strict=True)]
         publish(handle, grad, only_elsewhere)
         run_post_accumulate_hooks(handle, only_elsewhere)
+
+
+def _on_device(flags: list[bool], device: torch.device) -> torch.Tensor:
+    """``flags`` as uint8 on ``device``, without making the host wait for it."""
+    if device.type == "cpu":
+        return torch.tensor(flags, dtype=torch.uint8)
+    if all(flags):
+        return torch.ones(len(flags), dtype=torch.uint8, device=device)
+    pinned = torch.tensor(flags, dtype=torch.uint8, pin_memory=True)
+    return pinned.to(device, non_blocking=True)

@@ -12,6 +12,15 @@ Note [Allocator]
     when its storage is freed, whoever still reads it.  The allocator is taken to be as nasty as it may be: whatever is
     allocated is assumed to lie where anything freed in the same pool has lain.  So a first access that is not ordered
     after the last accesses to all that was freed before is a race as well.
+
+Note [Streams of a backward]
+    CUDA's autograd runs each node on the stream that its forward ran on, after the events of the nodes its gradients
+    came from, and end-of-backward callbacks on the stream that called ``backward``, after the leaves.
+    ``Machine.autograd()`` does the same here with hooks on every node.
+
+Note [Time]
+    ``Machine.costs`` says how long operations take; streams and events then carry times, and ``Machine.elapsed`` is
+    when the last operation would have ended on a machine whose host is infinitely fast.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Machine", "Race"]
@@ -46,17 +56,20 @@ class Stream:
         self.name = name
         self.number = len(machine.streams)
         self.clock: Clock = {self.number: 0}
+        self.now = 0.0
         machine.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         """What is launched from now on comes after what the event recorded."""
         if not self.machine.drops_this_wait():
             _join(self.clock, event.clock)
+            self.now = max(self.now, event.time)
 
     def wait_stream(self, other: Stream) -> None:
         """What is launched from now on comes after what ``other`` has been given so far."""
         if not self.machine.drops_this_wait():
             _join(self.clock, other.clock)
+            self.now = max(self.now, other.now)
 
     def tick(self) -> Clock:
         """One more operation; returns all that happens before it, itself included."""
@@ -70,10 +83,12 @@ class Event:
 
     def __init__(self, **_: Any) -> None:
         self.clock: Clock = {}
+        self.time = 0.0
 
     def record(self, stream: Stream) -> None:
         """Remember how far ``stream`` is."""
         self.clock = dict(stream.clock)
+        self.time = stream.now
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class Machine:
         races: What was found.
         synchronisations: Operations that made the host wait.
         operations: How many were seen.
+        costs: Seconds of an operation by its name, where not 0.
         dropped: ``(function, caller)``: waits made in that function of ``watched_file``, below that caller if it is
             not None, do nothing.
     """
@@ -134,6 +150,7 @@ class Machine:
         self.races: list[Race] = []
         self.synchronisations: list[str] = []
         self.operations = 0
+        self.costs: dict[str, float] = {}
         self.dropped = dropped
         self.drops = 0
         self._watched_file = watched_file
@@ -170,6 +187,18 @@ class Machine:
     def spin(self, seconds: float) -> None:
         """Time passes on the current stream."""
         self._current.tick()
+        self._current.now += seconds
+
+    def synchronize_times(self) -> None:
+        """All streams begin the next operation together."""
+        now = self.elapsed
+        for stream in self.streams:
+            stream.now = now
+
+    @property
+    def elapsed(self) -> float:
+        """When the last operation ends."""
+        return max(stream.now for stream in self.streams)
 
     def synchronize(self) -> None:
         """The host waits for everything, as a user may at any time."""
@@ -218,6 +247,17 @@ class Machine:
         finally:
             torch.UntypedStorage.resize_, torch.Tensor.tolist = resize, tolist
 
+    @contextlib.contextmanager
+    def autograd(self) -> Iterator[None]:
+        """Run backwards of what is computed inside the context as in Note [Streams of a backward]."""
+        with _NodeStreams(self):
+            yield
+
+    def enter(self, stream: Stream) -> Stream:
+        """Make ``stream`` the current one; returns which was."""
+        before, self._current = self._current, stream
+        return before
+
     def synchronise(self, operation: str) -> None:
         """The host waits for the current stream."""
         self.synchronisations.append(operation)
@@ -229,6 +269,7 @@ class Machine:
         """One operation on the current stream."""
         self.operations += 1
         clock = self._current.tick()
+        self._current.now += self.costs.get(name, 0.0)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 if tensor.numel():
@@ -352,6 +393,66 @@ class _Watch(TorchDispatchMode):
         if not schema.name.startswith("aten::empty"):
             machine.operation(schema.name, reads, [*writes, *made])
         return result
+
+
+class _NodeStreams(TorchFunctionMode):
+    """Puts hooks on every node of the graph."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+        self._seen: set[Any] = set()  # keeps the nodes, so that none is taken for another
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._hook(tensor.grad_fn)
+        return result
+
+    def _hook(self, node: Any) -> None:
+        if node is None or node in self._seen:
+            return
+        self._seen.add(node)
+        for following, _ in node.next_functions:
+            self._hook(following)
+        _NodeHooks(self._machine, node)
+
+
+class _NodeHooks:
+    """Runs one node on the stream that is current when this is made.
+
+    Autograd adds up gradients between nodes; here that happens on the stream of the node that brings the last one.
+    """
+
+    events: dict[Any, list[Event]] = {}  # noqa: RUF012  # by node: what its gradients come after
+    caller: Stream | None = None  # whoever called backward
+
+    def __init__(self, machine: Machine, node: Any) -> None:
+        self._machine = machine
+        self._stream = machine.current_stream()
+        self._node = node
+        node.register_prehook(self._before)
+        node.register_hook(self._after)
+
+    def _before(self, *_: Any) -> None:
+        before = self._machine.enter(self._stream)
+        events = self.events.pop(self._node, None)
+        if events is None:  # the first node
+            _NodeHooks.caller = before
+            self._stream.wait_stream(before)
+        for event in events or ():
+            self._stream.wait_event(event)
+
+    def _after(self, *_: Any) -> None:
+        event = Event()
+        event.record(self._stream)
+        following = [node for node, _ in self._node.next_functions if node is not None]
+        for node in following:
+            self.events.setdefault(node, []).append(event)
+        if not following:  # a leaf: what is next may be the end
+            assert self.caller is not None
+            self._machine.enter(self.caller)
+            self.caller.wait_event(event)
 
 
 def _as_tuple(result: Any, schema: Any) -> tuple[Any, ...]:

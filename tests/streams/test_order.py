@@ -1,0 +1,84 @@
+"""Streams and events order every pair of accesses that need it, whatever the model is put through.
+
+Each wait is also left out, to see that the detector misses it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fsdp.runtime.streams
+from tests.streams.scenarios import (
+    OPTIONS,
+    SCENARIOS,
+    accumulate,
+    fail_and_go_on,
+    train,
+    world,
+)
+from tests.streams.simulator import Machine
+
+STREAMS = Path(fsdp.runtime.streams.__file__)
+# Functions with a wait, and below which callers it is to be left out.
+WAITS = [
+    ("start_step", None),
+    ("run_gather", None),
+    ("run_reduce", None),
+    ("wait", "wait_unshard"),
+    ("wait", "_wait_for_oldest"),
+]
+
+
+def watched(machine, scenario, **options):
+    with world(machine, **options) as simulated, machine.watching():
+        scenario(simulated)
+    assert machine.operations > 100
+    return machine.races
+
+
+@pytest.mark.parametrize("options", ["flat", "orig"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_two_accesses_to_the_same_memory_are_ordered(scenario, options):
+    races = watched(Machine(), SCENARIOS[scenario], **OPTIONS[options]())
+    assert not races, "\n".join(map(str, races))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_they_are_under_every_option(options):
+    def several(simulated):
+        train(simulated)
+        accumulate(simulated)
+        fail_and_go_on(simulated)
+
+    races = watched(Machine(), several, **OPTIONS[options]())
+    assert not races, "\n".join(map(str, races))
+
+
+def test_a_step_in_the_backward_is_ordered_too():
+    def steps(simulated):
+        for seed in range(3):
+            simulated.loss(seed).backward()
+
+    assert not watched(Machine(), steps, in_backward=True)
+
+
+@pytest.mark.parametrize(("function", "caller"), WAITS, ids=str)
+def test_no_wait_can_be_left_out(function, caller):
+    machine = Machine(STREAMS.name, (function, caller))
+    assert watched(machine, train), f"nobody misses the wait in {function}"
+    assert machine.drops
+
+
+def test_the_list_of_waits_is_complete():
+    tree = ast.parse(STREAMS.read_text())
+    waiting = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in ("wait_event", "wait_stream")
+    }
+    assert waiting == {function for function, _ in WAITS}
