@@ -20,7 +20,9 @@ from ..config import ShardedStateDictConfig, StateDictType
 from ..errors import ConfigTypeError
 from ..names import clean_tensor_name
 from ..runtime.held import held_params, units_in
+from ..state.elsewhere import Elsewhere, find_elsewhere
 from ..state.model import Delivery, delivering
+from ..state.optim_elsewhere import scalars_of_all
 from ..wrapper import FullyShardedDataParallel
 from .staging import Staging
 
@@ -118,16 +120,21 @@ def collect(
         staging: Where tensors are kept until they are written.
     """
     wanted = selection.over(model)
+    units = units_in(model)
+    elsewhere = find_elsewhere(model, units, ()) if units else None
+    own = frozenset() if elsewhere is None else elsewhere.first_here
     contents: dict[str, Part | Pickled] = {}
     for name, value in _model_state(model, wanted, staging).items():
         key = f"model/{name}"
         if isinstance(value, Part):
             contents[key] = value
-        elif rank == 0:
+        elif rank == 0 or name in own:
             is_tensor = isinstance(value, torch.Tensor)
             contents[key] = _part(key, value, staging) if is_tensor else Pickled.of(value)
     if optimizer is not None:
-        contents |= _optimizer_state(model, optimizer, wanted, staging, is_first=rank == 0)
+        contents |= _optimizer_state(
+            model, optimizer, wanted, staging, elsewhere, is_first=rank == 0
+        )
     contents[f"rng/{rank}"] = Pickled.of(random_state())
     staging.finish()
     return contents
@@ -166,10 +173,12 @@ def _optimizer_state(
     optimizer: torch.optim.Optimizer,
     wanted: Callable[[str], bool],
     staging: Staging,
+    elsewhere: Elsewhere | None,
     *,
     is_first: bool,
 ) -> dict[str, Part | Pickled]:
     saved = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
+    own = frozenset() if elsewhere is None else elsewhere.first_here
     contents: dict[str, Part | Pickled] = {}
     others: dict[str, dict[str, Any]] = {}
     for fqn, values in saved["state"].items():
@@ -179,10 +188,14 @@ def _optimizer_state(
         for name, value in values.items():
             key = f"optimizer/{name}/{fqn}"
             is_slices = isinstance(value, torch.Tensor) and _is_distributed(value)
-            if is_slices or (isinstance(value, torch.Tensor) and value.dim() and is_first):
+            is_mine = is_first or fqn in own
+            if is_slices or (isinstance(value, torch.Tensor) and value.dim() and is_mine):
                 contents[key] = _part(key, value, staging)
             elif not isinstance(value, torch.Tensor) or not value.dim():
                 others[fqn][name] = value
+    if elsewhere is not None:
+        scalars = scalars_of_all(saved["state"], elsewhere)
+        others |= {fqn: values for fqn, values in scalars.items() if wanted(fqn)}
     if is_first:
         groups = saved["param_groups"]
         contents[SCALARS] = Pickled.of({"state": others, "param_groups": groups})

@@ -15,8 +15,10 @@ from .. import _torch
 from ..errors import CheckpointError, name_some
 from ..names import clean_tensor_name
 from ..runtime.held import Held, held_params, units_in
+from ..state.elsewhere import Elsewhere, find_elsewhere
 from ..state.loading import RECEIVED
 from ..state.model import keys_in_order
+from ..state.optim_elsewhere import without_elsewhere
 from ..state.optim_load import plan_load
 from ..state.optim_names import in_canonical_names
 from ..state.optim_view import view_of
@@ -96,10 +98,14 @@ def load(
     ranks.enter("checkpoint.load")
     folder = ranks.from_first(lambda: find(path))
 
+    units = units_in(model)
+    elsewhere = find_elsewhere(model, units, ()) if units else None
+    others = frozenset() if elsewhere is None else elsewhere.others
+
     def open_and_check() -> tuple[Source, _Names, _OptimizerPlan]:
-        source = Source(folder)
+        source = Source(folder, without=others)
         names = _check_names(source, model, strict=strict)
-        plan = _OptimizerPlan.of(source, model, optimizer, weights_only=weights_only)
+        plan = _OptimizerPlan.of(source, model, optimizer, elsewhere, weights_only=weights_only)
         return source, names, plan
 
     source, names, plan = ranks.attempt("checkpoint.load", open_and_check)
@@ -245,6 +251,7 @@ class _OptimizerPlan:
         source: Source,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        elsewhere: Elsewhere | None,
         *,
         weights_only: bool,
     ) -> _OptimizerPlan:
@@ -259,7 +266,10 @@ class _OptimizerPlan:
             raise CheckpointError(f"{source.folder} was saved without an optimizer: pass none.")
         held = held_params(model, units_in(model))
         view = view_of(held, optimizer)
-        saved = _saved_state(source, held, source.value(SCALARS, weights_only=weights_only))
+        scalars = source.value(SCALARS, weights_only=weights_only)
+        if elsewhere is not None:
+            scalars = without_elsewhere(scalars, elsewhere)
+        saved = _saved_state(source, held, scalars)
         named = in_canonical_names(held, view, saved)
         return _OptimizerPlan(plan_load(held, view, named), _Parts(source, view.wholes))
 

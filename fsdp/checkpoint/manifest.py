@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,20 @@ class Manifest:
     files: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Stored] = field(default_factory=dict)
+
+    def without(self, names: Collection[str]) -> Manifest:
+        """The same without the model's tensors and values of these names, and their optimizer state."""
+
+        def is_wanted(key: str) -> bool:
+            kind, _, rest = key.partition("/")
+            fqn = rest.partition("/")[2] if kind == "optimizer" else rest
+            return kind not in ("model", "optimizer") or fqn not in names
+
+        return replace(
+            self,
+            tensors={key: value for key, value in self.tensors.items() if is_wanted(key)},
+            objects={key: value for key, value in self.objects.items() if is_wanted(key)},
+        )
 
     def write(self, path: Path) -> None:
         """Write it to ``path``; the caller makes it durable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,18 @@ class Source(AbstractContextManager["Source"]):
 
     Attributes:
         folder: Where it is.
-        manifest: What it holds.
+        manifest: What it holds, without the names that other ranks read (experts).
         files: Its data files.
 
     Raises:
         CheckpointError: If the manifest is damaged or a file is missing or short; names it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, without: Collection[str] = ()) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
+        if without:
+            self.manifest = self.manifest.without(without)
         self.files = DataFiles(folder)
         self.files.check_lengths(self.manifest.files.items())
 

@@ -22,7 +22,9 @@ from ..flat.handle import FlatParamHandle
 from ..flat.layout import Slot
 from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime.held import Held, held_params, units_in
+from ..runtime.spread import partial_units, tell_tree
 from ..runtime.unit import Unit
+from .elsewhere import Elsewhere, find_elsewhere
 from .exchange import all_on_first, flat_spread, only, redistribute
 from .sharded import local_part
 
@@ -215,8 +217,11 @@ def receive_from_first(
     if problem:
         raise CheckpointError(f"on rank 0: {problem}")
     held = held_params(module, units)
+    elsewhere = find_elsewhere(module, units, ())
+    apart = _in_partial_units(held, elsewhere, described)
+    partial = partial_units(units)
     for unit in units:
-        for handle in unit.handles:
+        for handle in unit.handles if unit not in partial else ():
             present = _present(held, handle, described)
             for dtype in dict.fromkeys(described[key].dtype for key in present.values()):
                 chosen = {
@@ -226,8 +231,42 @@ def receive_from_first(
     received: dict[str, Any] = dict.fromkeys(described, RECEIVED)
     received |= {key: value for key, value in described.items() if not isinstance(value, _Tensor)}
     for key in _unmanaged(module, held, described):
-        received[key] = _broadcast_whole(first, described[key], state_dict.get(key))
+        if key not in apart:
+            received[key] = _broadcast_whole(first, described[key], state_dict.get(key))
+    for key, is_here in apart.items():
+        value = _broadcast_whole(first, described[key], state_dict.get(key))
+        received[key] = value if is_here else RECEIVED
     return received
+
+
+def _in_partial_units(
+    held: Sequence[Held], elsewhere: Elsewhere | None, described: Mapping[str, Any]
+) -> dict[str, bool]:
+    """The tensors of the dict that only some ranks hold, experts, and whether this one does.
+
+    Collective: every rank of the widest unit, if there are any.
+
+    Raises:
+        CheckpointError: On every rank, if one does not fit where it is held.
+    """
+    if elsewhere is None:
+        return {}
+    shapes = {name: item.shape for item in held for name in (item.fqn, *item.aliases)}
+    known = elsewhere.here | elsewhere.others
+    apart = {
+        key: key in elsewhere.here
+        for key, value in described.items()
+        if key in known and isinstance(value, _Tensor)
+    }
+    wrong = [
+        f"{key} is {described[key].shape} in the dict and {shapes[key]} in the model"
+        for key, is_here in apart.items()
+        if is_here and described[key].shape != shapes.get(key, described[key].shape)
+    ]
+    found = dict.fromkeys(one for theirs in tell_tree(elsewhere.tree, wrong) for one in theirs)
+    if found:
+        raise CheckpointError(f"size mismatch for {'; '.join(found)}")
+    return apart
 
 
 def _describe(value: Any) -> Any:

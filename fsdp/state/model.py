@@ -22,13 +22,15 @@ from torch import nn
 from .. import _torch
 from ..comm.topology import Axes
 from ..config import FullStateDictConfig, StateDictSettings, StateDictType
-from ..errors import TrainingStateError, UsageError, describe
+from ..errors import CheckpointError, TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
 from ..runtime.held import unit_of, units_in
+from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
+from .elsewhere import completed, find_elsewhere
 from .loading import RECEIVED, check_loadable, local_misfit, misfit
 from .sharded import (
     axes_mesh,
@@ -189,12 +191,41 @@ class StateHooks:
         self._save_unmanaged(module, state_dict, prefix, managed)
         if module is self._unit.module and self._type is StateDictType.LOCAL_STATE_DICT:
             self._save_local(state_dict, prefix)
-        if module is self._unit.module and not self._is_kept_here():
-            for key in [key for key in state_dict if key.startswith(prefix)]:
+        is_outermost = self._unit.root.open_saves[:1] == [self.close]
+        if module is self._unit.module and is_outermost:
+            self._complete(state_dict, prefix)
+        # Experts below are wanted by the first rank: the outermost unit sends them there.
+        is_due = is_outermost or not partial_units(self._unit.root.units)
+        if module is self._unit.module and is_due and not self._is_kept_here():
+            for key in _below(state_dict, prefix):
                 del state_dict[key]
         self._depth -= 1
         if self._depth == 0:
             self.close()
+
+    def _complete(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Add what other ranks hold, experts, to a whole state dict; see that each name means one parameter."""
+        if self._type is StateDictType.LOCAL_STATE_DICT:
+            return
+        module = self._unit.module
+        try:
+            elsewhere = find_elsewhere(module, units_in(module), keys_in_order(module))
+        except CheckpointError:
+            self._unit.root.close_saves()
+            raise
+        if elsewhere is None or self._type is StateDictType.SHARDED_STATE_DICT:
+            return
+        config = self.settings.state_dict_config
+        to_all = not (isinstance(config, FullStateDictConfig) and config.rank0_only)
+        names = [name for name in elsewhere.order if name in elsewhere.here]
+        mine = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        found = completed(mine, elsewhere.tree, to_all=to_all)
+        values = {key[len(prefix) :]: state_dict.pop(key) for key in _below(state_dict, prefix)}
+        values |= {
+            name: value.cpu() if config.offload_to_cpu else value for name, value in found.items()
+        }
+        for name, value in elsewhere.in_order(values).items():
+            state_dict[prefix + name] = value
 
     def _after_save_unmanaged(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
@@ -388,6 +419,10 @@ def keys_in_order(model: nn.Module) -> list[str]:
         )
         keys.update(dict.fromkeys(join_names(prefix, name) for name in names))
     return list(keys)
+
+
+def _below(state_dict: dict[str, Any], prefix: str) -> list[str]:
+    return [key for key in state_dict if key.startswith(prefix)]
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..names import COMPILED_MODULE, FSDP_PREFIX, clean_tensor_name
 from ..runtime.held import held_params, units_in
 from ..runtime.unit import Unit
+from .elsewhere import find_elsewhere
 from .loading import agree, problem_of, receive_from_first
 from .model import StateHooks, keys_in_order
 from .types import common_settings, settings_for
@@ -169,6 +170,11 @@ class ModelStateInterface(nn.Module):
             with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]  # noqa: SLF001 its own
         result = super().load_state_dict(with_metadata, strict=False, assign=False)
         self._forgive_tied(result.missing_keys, state_dict)
+        units = units_in(self)
+        elsewhere = find_elsewhere(self, units, keys_in_order(self))
+        if elsewhere is not None:
+            others = elsewhere.others
+            result.unexpected_keys[:] = [key for key in result.unexpected_keys if key not in others]
         if strict and (result.missing_keys or result.unexpected_keys):
             raise _strict_error(self, result.missing_keys, result.unexpected_keys)
         return result

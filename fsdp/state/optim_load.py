@@ -12,6 +12,8 @@ from torch import nn
 from ..errors import CheckpointError, describe
 from ..runtime.held import Held, held_params
 from ..runtime.unit import Unit
+from .elsewhere import find_elsewhere
+from .optim_elsewhere import without_elsewhere
 from .optim_names import SavedState, groups_to_load, in_canonical_names, is_elementwise
 from .optim_pieces import flats_from_slices
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
@@ -38,7 +40,8 @@ def optim_state_to_load(
 
     Also takes the state dict of an optimizer over the unwrapped model, keyed by number.
 
-    Collective: none, unless values are DTensors: then every rank of every unit's shard group, one launch a unit.
+    Collective: none, unless values are DTensors: then every rank of every unit's shard group, one launch a unit; with
+    units over fewer ranks than the rest, every rank of the widest, two small exchanges.
 
     Args:
         model: A wrapper, or a module that contains some.
@@ -52,6 +55,9 @@ def optim_state_to_load(
     """
     held = held_params(model, units)
     view = view_of(held, source)
+    elsewhere = find_elsewhere(model, units, [item.fqn for item in held])
+    if elsewhere is not None:
+        saved = without_elsewhere(saved, elsewhere)
     named = in_canonical_names(held, view, saved)
     plan = plan_load(held, view, named)
     return plan.cut(_parts_from_slices(held, view, named.state, meshes or {}))

@@ -8,7 +8,7 @@ parameter.  A parameter without state stays without.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,10 @@ from ..errors import CheckpointError, FsdpError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
 from ..runtime.held import Held, held_params
+from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
+from .elsewhere import find_elsewhere
+from .optim_elsewhere import completed_optim_state
 from .optim_pieces import send_whole, slices_from_flats, to_keepers
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
 from .sharded import slice_span, slice_tensor
@@ -118,25 +121,43 @@ def save_optim_state(
         problem = error
     state: dict[str, dict[str, Any]] = {}
     by_unit = _by_unit(held)
-    said = _agree(by_unit, local, problem, keep=delivery.keep)
+    partial = set(partial_units(units))
+    keeps = {
+        unit: delivery.keep or (unit in partial and unit.shard.rank == unit.replicate.rank == 0)
+        for unit in by_unit
+        if unit is not None
+    }
+    said = _agree(by_unit, local, problem, keeps)
     if problem is not None:
         raise problem
     assert view is not None
+    elsewhere = find_elsewhere(model, units, [item.fqn for item in held])
     merged = {unit: _merge(unit, items, said[unit], view) for unit, items in by_unit.items()}
     values = _LocalValues(view)
     for unit, members in merged.items():
         if unit is None:
             state.update(_copied_values(members, values, to_cpu=delivery.to_cpu))
         else:
-            state.update(_of_unit(unit, members, values, said[unit], delivery))
-    if not delivery.keep:
+            its_own = replace(delivery, keep=keeps[unit])
+            of_unit = _of_unit(unit, members, values, said[unit], its_own)
+            state.update(of_unit if keeps[unit] else {})
+    if not delivery.keep and elsewhere is None:
         return {}
     groups = [
         {**options, "params": list(names)}
         for options, names in zip(view.groups, view.group_names, strict=True)
     ]
     in_order = {item.fqn: state[item.fqn] for item in held if item.fqn in state}
-    return {"state": in_order, "param_groups": groups}
+    saved = {"state": in_order, "param_groups": groups}
+    if elsewhere is None:
+        return saved
+    return completed_optim_state(
+        saved,
+        elsewhere,
+        whole=delivery.meshes is None,
+        keep=delivery.keep,
+        to_cpu=delivery.to_cpu,
+    )
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
@@ -187,8 +208,7 @@ def _agree(
     by_unit: Mapping[Unit | None, Sequence[Held]],
     local: Mapping[Held, _Description],
     problem: FsdpError | None,
-    *,
-    keep: bool,
+    keeps: Mapping[Unit, bool],
 ) -> dict[Unit | None, list[list[_Said]]]:
     """What each rank ``[replica][shard rank]`` has of each unit's parameters; raises what any of them raised."""
     groups: dict[object, list[Unit]] = {}
@@ -197,11 +217,11 @@ def _agree(
             groups.setdefault(unit.group_key, []).append(unit)
     nothing = _Description()
     said: dict[Unit | None, list[list[_Said]]] = {
-        None: [[_Said(problem, keep, [local.get(item, nothing) for item in by_unit.get(None, ())])]]
+        None: [[_Said(problem, True, [local.get(item, nothing) for item in by_unit.get(None, ())])]]
     }
     for members in groups.values():
         items = [item for unit in members for item in by_unit[unit]]
-        mine = _Said(problem, keep, [local.get(item, nothing) for item in items])
+        mine = _Said(problem, keeps[members[0]], [local.get(item, nothing) for item in items])
         device = members[0].config.device
         row = tell_all(members[0].shard, mine, device)
         table = tell_all(members[0].replicate, row, device)

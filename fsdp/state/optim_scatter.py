@@ -12,6 +12,7 @@ from torch import nn
 from .. import _torch
 from ..errors import CheckpointError, FsdpError, UnsupportedError, describe
 from ..runtime.held import Held, held_params
+from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
 from .optim_load import Parts, plan_load
 from .optim_names import SavedState, in_canonical_names, is_elementwise
@@ -48,8 +49,18 @@ def scatter_optim_state(
 
     Raises:
         CheckpointError: If the first rank has none or it does not fit; on every rank.
-        UnsupportedError: For an optimizer that steps whole parameters.
+        UnsupportedError: For an optimizer that steps whole parameters; with experts over ranks of their own.
     """
+    partial = partial_units(units)
+    if partial:
+        raise UnsupportedError(
+            describe(
+                "scatter_full_optim_state_dict does not know units over fewer ranks than the rest (experts)",
+                unit=partial[0].name,
+                remedy="Use optim_state_dict_to_load with the state on every rank.",
+            ),
+            unit=partial[0].name,
+        )
     held = held_params(model, units)
     view: OptimizerView | None = None
     named: SavedState | None = None
