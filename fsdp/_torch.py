@@ -5,7 +5,7 @@ Nothing outside this file may reach for an underscore name of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -85,21 +85,40 @@ def make_raising_tensor(
     return made
 
 
-def all_gather_into(group: ProcessGroup, output: torch.Tensor, shard: torch.Tensor) -> Work:
+def gather_options() -> Any:
+    """Options of all-gathers on the current stream (see :func:`on_current_stream`); torch has the class only here."""
+    return on_current_stream(dist.distributed_c10d.AllgatherOptions())
+
+
+def on_current_stream(options: T) -> T:
+    """``options`` of a collective that NCCL is to run on the current stream itself and not on one of its own.
+
+    Why: the stream's priority then counts for NCCL's kernels, memory needs no ``record_stream`` whatever the
+    environment says, and two events a launch are saved.  Launches then return no work.  torch's FSDP2 does the same.
+    """
+    options.asyncOp = False  # type: ignore[attr-defined]
+    return options
+
+
+def all_gather_into(
+    group: ProcessGroup, output: torch.Tensor, shard: torch.Tensor, options: Any
+) -> Work | None:
     """Launch an all-gather of equal shards into one tensor; ``shard`` may be its own slice of ``output``.
 
     Why: ``dist.all_gather_into_tensor`` spends several times the launch itself on argument checks and logging.
     torch 2.13 names the same binding ``all_gather_single``; this is the one place that chooses.
     """
     launch: Any = getattr(group, "_allgather_base", None) or group.all_gather_single
-    work: Work = launch(output, shard)
+    work: Work | None = launch(output, shard, options)
     return work
 
 
-def reduce_scatter_into(group: ProcessGroup, output: torch.Tensor, whole: torch.Tensor) -> Work:
-    """Launch a summing reduce-scatter of ``whole`` into this rank's ``output`` (see :func:`all_gather_into`)."""
+def reduce_scatter_into(
+    group: ProcessGroup, output: torch.Tensor, whole: torch.Tensor, options: Any
+) -> Work | None:
+    """Launch a reduce-scatter of ``whole`` into this rank's ``output`` (see :func:`all_gather_into`)."""
     launch: Any = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
-    work: Work = launch(output, whole)
+    work: Work | None = launch(output, whole, options)
     return work
 
 
@@ -111,6 +130,16 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Any) -> Work:
     return work
 
 
+def all_reduce_on_current_stream(
+    group: ProcessGroup, tensor: torch.Tensor, op: Any
+) -> Work | None:
+    """The same as :func:`on_current_stream` says."""
+    options = on_current_stream(dist.AllreduceOptions())
+    options.reduceOp = op
+    work: Work | None = group.allreduce([tensor], options)
+    return work
+
+
 def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
     """Open a group of collectives that the backend launches as one (NCCL group call).
 
@@ -119,9 +148,9 @@ def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
     group._start_coalescing(device)
 
 
-def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
-    """Close the group opened by :func:`start_coalescing` and return its one work handle."""
-    work: Work = group._end_coalescing(device)
+def end_coalescing(group: ProcessGroup, device: torch.device) -> Work | None:
+    """Close the group opened by :func:`start_coalescing`; its one work handle, unless it ran on the current stream."""
+    work: Work | None = group._end_coalescing(device)
     return work
 
 
@@ -388,3 +417,37 @@ def group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup | None:
 def foreach_lerp(starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
     """Move each start towards its end by ``weight`` in place (see :func:`foreach_copy`)."""
     torch._foreach_lerp_(starts, ends, weight)
+
+
+def can_swap_storages() -> bool:
+    """Whether :func:`swap_storages` exists (torch 2.13; not 2.11)."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory and the sizes of two storages, one of them of size zero; tensors over them follow.
+
+    Why: see Note [Freed memory] in ``flat/freed.py``.
+    """
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over memory that it does not own (see :func:`swap_storages`)."""
+    made: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+        address, device, nbytes
+    )
+    return made
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """The version of each tensor (see :func:`version_of`)."""
+    return tuple([tensor._version for tensor in tensors])
+
+
+def set_versions(tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
+    """Set the version of each tensor, so that autograd takes what it saved of them for overwritten, or not any more.
+
+    Why: nothing else makes autograd look at a saved tensor before it uses it.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tensors, wanted)

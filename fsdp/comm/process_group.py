@@ -85,11 +85,14 @@ def _backend_device(group: ProcessGroup, device: torch.device) -> torch.device:
 
 
 class NativeCollectives:
-    """The backend's own collectives (NCCL and whatever else is not gloo)."""
+    """The backend's own collectives (NCCL and whatever else is not gloo), on the stream that is current."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._gather_options = _torch.gather_options()
+        self._reduce_options = _torch.on_current_stream(dist.ReduceScatterOptions())
+        self._may_exchange = False
         self.rank = group.rank()
         self.size = group.size()
 
@@ -98,54 +101,61 @@ class NativeCollectives:
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """One in-place ``all_gather_into_tensor`` a flat parameter, coalesced into one launch."""
+        launch = partial(_torch.all_gather_into, self._group)
         return self._launch(
             [
-                partial(_torch.all_gather_into, self._group, gather.whole, gather.slices[self.rank])
+                partial(launch, gather.whole, gather.slices[self.rank], self._gather_options)
                 for gather in gathers
             ]
         )
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
+        launch = partial(_torch.reduce_scatter_into, self._group)
         return self._launch(
-            [
-                partial(_torch.reduce_scatter_into, self._group, reduce.out, reduce.whole)
-                for reduce in reduces
-            ]
+            [partial(launch, reduce.out, reduce.whole, self._reduce_options) for reduce in reduces]
         )
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
-        return self._launch(
-            [partial(_torch.all_reduce, self._group, tensor, _OPS[op]) for tensor in tensors]
-        )
+        launch = partial(_torch.all_reduce_on_current_stream, self._group)
+        return self._launch([partial(launch, tensor, _OPS[op]) for tensor in tensors])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """One ``broadcast`` a tensor."""
         return _broadcast(self._group, tensors, source)
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
-        """One send and one receive a peer, coalesced into one launch."""
+        """One send and one receive a peer, in one launch even where there is but one of them.
+
+        NCCL carries a lone message over a communicator of two ranks and those of a group over the group's: the two
+        ends of one message must not choose differently.  The group's is made by all ranks together, so an all-reduce
+        comes first, for ranks that have nothing to say.
+        """
         receives[self.rank].copy_(sends[self.rank])
-        launches: list[Callable[[], Work]] = []
+        launches: list[Callable[[], Work | None]] = []
         for peer in range(self.size):
             if peer != self.rank and sends[peer].numel():
                 launches.append(partial(self._group.send, [sends[peer]], peer, 0))
             if peer != self.rank and receives[peer].numel():
                 launches.append(partial(self._group.recv, [receives[peer]], peer, 0))
-        return self._launch(launches)
+        if not self._may_exchange:
+            self.all_reduce([torch.zeros(1, device=self._device)]).wait()
+            self._may_exchange = True
+        return self._together(launches)
 
-    def _launch(self, launches: Sequence[Callable[[], Work]]) -> Work:
-        if len(launches) == 1:
-            return launches[0]()
+    def _launch(self, launches: Sequence[Callable[[], Work | None]]) -> Work:
+        return launches[0]() or DONE if len(launches) == 1 else self._together(launches)
+
+    def _together(self, launches: Sequence[Callable[[], Work | None]]) -> Work:
         if not launches:
             return DONE
         if self._device.type != "cuda":
-            return Pending([launch() for launch in launches])
+            return Pending([launch() or DONE for launch in launches])
         _torch.start_coalescing(self._group, self._device)
         for launch in launches:
             launch()
-        return _torch.end_coalescing(self._group, self._device)
+        return _torch.end_coalescing(self._group, self._device) or DONE
 
 
 class PointToPointCollectives:

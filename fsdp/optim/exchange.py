@@ -341,7 +341,8 @@ class _NativeWire:
         _torch.start_coalescing(self._group, self._device)
         for launch in launches:
             launch()
-        return [_torch.end_coalescing(self._group, self._device)]
+        work = _torch.end_coalescing(self._group, self._device)
+        return [] if work is None else [work]
 
 
 def _windows(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
