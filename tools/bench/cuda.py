@@ -1,20 +1,22 @@
-"""Step time and memory of a Llama-like stack on one GPU, bf16 compute, with a fake group of 8 and 64 ranks.
+"""Step time and memory of a Llama-like stack on one GPU, bf16 compute, as one of 8 and of 64 ranks; in two parts.
 
-Gathers and reductions move nothing between devices, so what is seen is the wrapper's host time, copies and memory at
-real sizes.  Times are of interleaved rounds in one process; memory is of a fresh process per contender.
+``fake``: gathers and reductions move nothing between devices, so what is seen is the wrapper's host time, copies and
+memory at real sizes.  ``loopback`` is ``cuda_overlap``.  Times are of interleaved rounds in one process; memory is of a
+fresh process per contender.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from . import world
-from .contenders import Runner, Setting, build_all
-from .models import Llama, LlamaBlock, Shape
+from . import cuda_overlap, world
+from .cuda_overlap import llama_runners
+from .models import Shape
 from .report import Report, Table
 from .rounds import time_rounds
 from .stats import ratio, round_medians, summarize
@@ -33,12 +35,38 @@ _GIB = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``cuda``."""
     parser.add_argument("--world", type=int, nargs="+", default=[8, 64], metavar="W", help="(8 64)")
+    parser.add_argument(
+        "--part",
+        choices=("fake", "loopback"),
+        nargs="+",
+        default=["fake", "loopback"],
+        help="(both)",
+    )
+    cuda_overlap.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """A fresh process per world size for times, and one per contender for memory."""
-    if not torch.cuda.is_available():
+    """The parts, in one report."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("cuda: no CUDA device here; run this benchmark on a machine with a GPU")
+    parts = {"fake": run_fake, "loopback": cuda_overlap.run}
+    if arguments.device == "cpu":
+        arguments.part = ["loopback"]
+    first, *rest = [parts[part](arguments) for part in arguments.part]
+    for other in rest:
+        first = dataclasses.replace(
+            first,
+            settings={**first.settings, **other.settings},
+            tables=(*first.tables, *other.tables),
+            samples={**first.samples, **other.samples},
+            failures={**first.failures, **other.failures},
+            notes=(*first.notes, *other.notes),
+        )
+    return first
+
+
+def run_fake(arguments: argparse.Namespace) -> Report:
+    """A fresh process per world size for times, and one per contender for memory."""
     shape = QUICK if arguments.quick else FULL
     rounds, steps = (4, 3) if arguments.quick else (15, 5)
     every: list[Table] = []
@@ -50,12 +78,19 @@ def run(arguments: argparse.Namespace) -> Report:
         memory = {
             name: world.run_child(measure_memory, name=name, **common) for name in timed["samples"]
         }
-        samples[f"W={world_size}"] = {"seconds": timed["samples"], "memory": memory}
-        failures |= {f"W={world_size}: {name}": text for name, text in timed["failures"].items()}
-        every.append(table(f"W={world_size}", timed["samples"], memory))
+        case = f"fake, W={world_size}"
+        samples[case] = {"seconds": timed["samples"], "memory": memory}
+        failures |= {f"{case}: {name}": text for name, text in timed["failures"].items()}
+        every.append(table(case, timed["samples"], memory))
+    settings = {
+        "shape": vars(shape),
+        "world_sizes": arguments.world,
+        "rounds": rounds,
+        "steps": steps,
+    }
     return Report(
         "cuda",
-        {"shape": vars(shape), "world_sizes": arguments.world, "rounds": rounds, "steps": steps},
+        {"fake": settings},
         arguments.seed,
         tuple(every),
         samples,
@@ -90,28 +125,7 @@ def measure_memory(
     """Peak allocated and reserved bytes of steps after the second, and the allocator's retries."""
     with world.fake_group(world_size):
         runners, _ = llama_runners(Shape(**shape), seed, (name,), _device())
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
-            runners[name].forward_backward()
-            runners[name].optimizer_step()
-        torch.cuda.synchronize()
-        stats = torch.cuda.memory_stats()
-    return {
-        "allocated": stats["allocated_bytes.all.peak"],
-        "reserved": stats["reserved_bytes.all.peak"],
-        "retries": stats["num_alloc_retries"],
-    }
-
-
-def llama_runners(
-    shape: Shape, seed: int, names: tuple[str, ...], device: torch.device
-) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Contenders on a Llama-like stack in bf16, in the default group; and what failed."""
-    setting = Setting(frozenset({LlamaBlock}), device, torch.bfloat16)
-    torch.manual_seed(seed)
-    return build_all(names, Llama(shape), setting, shape.tokens(seed), warm_up=2)
+        return cuda_overlap.peak_memory(runners[name])
 
 
 def _device() -> torch.device:
