@@ -19,12 +19,17 @@ T = TypeVar("T")
 
 
 def never_compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Keep torch.compile from tracing ``function``: it breaks the graph there and calls it as it is.
+    """Keep torch.compile from tracing ``function``, and whatever it calls: it breaks the graph there and runs it as is.
 
     Why: hooks that gather and free are no computation.  ``torch.compiler.disable`` is public but imports the whole
-    compiler when it decorates; this is the mark it leaves.
+    compiler when it decorates, and costs each call two frames; these are the marks it leaves.  Without the second one
+    Dynamo would still try to compile every function below this one.
     """
+    from torch._C._dynamo import eval_frame
+
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
 
 
@@ -130,9 +135,7 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Any) -> Work:
     return work
 
 
-def all_reduce_on_current_stream(
-    group: ProcessGroup, tensor: torch.Tensor, op: Any
-) -> Work | None:
+def all_reduce_on_current_stream(group: ProcessGroup, tensor: torch.Tensor, op: Any) -> Work | None:
     """The same as :func:`on_current_stream` says."""
     options = on_current_stream(dist.AllreduceOptions())
     options.reduceOp = op
@@ -451,3 +454,13 @@ def set_versions(tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> None
     Why: nothing else makes autograd look at a saved tensor before it uses it.
     """
     torch._C._autograd._unsafe_set_version_counter(tensors, wanted)
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer without state have one, by a step with zero gradients and learning rate.
+
+    Non-public because no optimizer can say what state it will have.
+    """
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(optimizer)
