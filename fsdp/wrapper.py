@@ -43,6 +43,7 @@ from .init.build import (
 from .init.communication import compress_units, register_hook
 from .init.ignored import resolve_ignored, warn_of_trainable
 from .init.replicated import resolve_replicated
+from .init.tensor_parallel import check_tensor_parallel
 from .names import (
     FSDP_WRAPPED_MODULE,
     clean_tensor_name,
@@ -184,6 +185,7 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         earlier = _outermost_units(module)
         check_no_foreign_ties(
             module, [unit for outer in earlier for unit in outer.root.units], _is_wrapped
+        check_tensor_parallel(module, ignored, axes)
         )
         built = build_units(module, overrides, ignored, _is_wrapped)
         wrappers = {

@@ -213,16 +213,17 @@ def _part(key: str, value: torch.Tensor, staging: Staging) -> Part:
     from torch.distributed.tensor import DTensor, Shard
 
     shape = tuple(value.shape)
-    offsets = [0] * len(shape)
+    offsets, lengths = [0] * len(shape), list(shape)
     local = value
     if isinstance(value, DTensor):
         local = value.to_local()
         for axis, placement in enumerate(value.placements):
-            if isinstance(placement, Shard):
-                ranks = value.device_mesh.size(axis)
-                per_rank = -(-shape[placement.dim] // ranks)
-                rank = value.device_mesh.get_local_rank(axis)
-                offsets[placement.dim] = min(rank * per_rank, shape[placement.dim])
+            if isinstance(placement, Shard):  # of what the axes before have left to this rank
+                length = lengths[placement.dim]
+                per_rank = -(-length // value.device_mesh.size(axis))
+                start = min(value.device_mesh.get_local_rank(axis) * per_rank, length)
+                offsets[placement.dim] += start
+                lengths[placement.dim] = min(per_rank, length - start)
     return Part(staging.keep(key, local.detach()), shape, tuple(offsets))
 
 

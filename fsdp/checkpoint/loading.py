@@ -231,7 +231,10 @@ def _read_piece(source: Source, key: str, held: Held) -> None:
     handle = held.handle
     assert handle is not None
     piece = handle.pieces[held.index]
-    if piece.in_slot.numel:
+    if held.tensor_shard is not None:
+        value = held.piece_of(source.whole(key))
+        handle.shard[piece.in_shard.start : piece.in_shard.stop].copy_(value)
+    elif piece.in_slot.numel:
         value = source.piece(key, handle.layout.slots[held.index], piece.in_slot)
         handle.shard[piece.in_shard.start : piece.in_shard.stop].copy_(value)
 
@@ -306,6 +309,8 @@ class _Parts(Mapping[Any, torch.Tensor]):
         )
         if held.handle is None or held.fqn in self._wholes:
             return self._source.whole(key).to(held.key.device)
+        if held.tensor_shard is not None:
+            return held.piece_of(self._source.whole(key)).to(held.key.device)
         piece = held.handle.pieces[held.index]
         slot = held.handle.layout.slots[held.index]
         return self._source.piece(key, slot, piece.in_slot).to(held.key.device)

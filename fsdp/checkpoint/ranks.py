@@ -13,6 +13,8 @@ from torch import nn
 
 from ..comm.entry import gate_of
 from ..errors import CheckpointError, FsdpError
+from ..runtime.held import units_in
+from ..state.tensor_parallel import tensor_rank
 from ..wrapper import FullyShardedDataParallel
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Ranks:
     @staticmethod
     def of(model: nn.Module, group: ProcessGroup | None) -> Ranks:
         """The ranks of ``group``; of the model's outermost unit if that has one axis; else all.  Collective: none."""
-        if group is None:
+        if group is None and tensor_rank(units_in(model)) is None:
             for wrapper in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
                 axes = wrapper._arguments.axes  # noqa: SLF001 of this package
                 if axes.shard is None or axes.replicate is None:

@@ -20,6 +20,7 @@ from .parameter import (
     FlatParamShardMetadata,
     UnshardedStorage,
     make_flat_parameter,
+    set_grad,
 )
 from .sharing import ManagedParam
 from .views import Exposure, ShardedStandIn, slot_view
@@ -57,6 +58,7 @@ class FlatParamHandle:
         unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
         holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
+        has_tensor_shards: Module code sees parameters as DTensors (see :mod:`fsdp.flat.tensor_parallel`).
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
     """
 
@@ -81,6 +83,7 @@ class FlatParamHandle:
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
         self._shard_aside: torch.Tensor | None = None
         self._version: int | None = None
+        self.has_tensor_shards = any(managed.tensor_shard is not None for managed in params)
         self._leaf_versions = 0
         self.layout: FlatLayout
         self.unsharded: UnshardedStorage
@@ -177,6 +180,30 @@ class FlatParamHandle:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What of each original parameter this rank's shard holds."""
+    @property
+    def is_cut_by_tensor(self) -> bool:
+        """Whether tensor-parallel ranks hold other elements; the same for all parameters of a handle."""
+        shard = self.params[0].tensor_shard
+        return shard is not None and shard.is_cut
+
+    def whole_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of parameter ``index`` in the unwrapped model; over all ranks of a tensor-parallel mesh."""
+        shard = self.params[index].tensor_shard
+        return self.layout.slots[index].shape if shard is None else shard.shape
+
+    def leaf_grads(self) -> list[torch.Tensor | None]:
+        """What the leaves have of gradients, of this rank's part.
+
+        Collective: every rank of a tensor-parallel mesh, where autograd left partial sums.
+        """
+        grads = [leaf.grad for leaf in self.unsharded.leaves]
+        if not self.has_tensor_shards:
+            return grads
+        return [
+            grad if managed.tensor_shard is None else managed.tensor_shard.local_of(grad)
+            for managed, grad in zip(self.params, grads, strict=True)
+        ]
+
         held = [
             (param.fqn, slot, piece)
             for param, slot, piece in zip(self.params, self.layout.slots, self.pieces, strict=True)
@@ -215,7 +242,7 @@ class FlatParamHandle:
                 )
                 vars(param).update(vars(managed.param))
             sites = [replace(site, module=memo[id(site.module)]) for site in managed.sites]
-            params.append(ManagedParam(param, sites))
+            params.append(ManagedParam(param, sites, managed.tensor_shard))
         return params
 
     def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
@@ -240,12 +267,13 @@ class FlatParamHandle:
         for managed, stand_in in zip(self.params, self._stand_ins, strict=True):
             stand_in.fqn = name_of(managed.fqn)
         if self.orig_mode:
-            for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            for index, managed in enumerate(self.params):
+                shape = torch.Size(self.whole_shape(index))
                 vars(managed.param).update(
                     fsdp_fqn=name_of(managed.fqn),
-                    fsdp_shape=torch.Size(slot.shape),
-                    fsdp_ndim=len(slot.shape),
-                    fsdp_numel=slot.span.numel,
+                    fsdp_shape=shape,
+                    fsdp_ndim=len(shape),
+                    fsdp_numel=shape.numel(),
                 )
 
     # -- residency -------------------------------------------------------------------------------------------------
@@ -303,6 +331,8 @@ class FlatParamHandle:
         if value.stride() != slot.stride:
             value = torch.empty_strided(
                 slot.shape, slot.stride, dtype=value.dtype, device=value.device
+        shard = self.params[index].tensor_shard
+        value = value if shard is None else shard.local_part(value)
             ).copy_(value)
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
         out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
@@ -353,7 +383,7 @@ class FlatParamHandle:
             managed.param.data = slot_view(full, slot)
             for site in managed.sites:
                 site.module.__dict__.pop(site.name, None)
-                _torch.parameter_table(site.module)[site.name] = managed.param
+                _torch.parameter_table(site.module)[site.name] = shown
         for module, siblings in self._siblings.items():
             table = _torch.parameter_table(module)
             for name in siblings:
@@ -365,6 +395,12 @@ class FlatParamHandle:
         """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
 
         Raises:
+            shown = managed.param
+            if managed.tensor_shard is not None:
+                shown = nn.Parameter(
+                    managed.tensor_shard.view(managed.param.data),
+                    requires_grad=managed.param.requires_grad,
+                )
             UsageError: If it is gone or has another shape.
         """
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
@@ -375,6 +411,16 @@ class FlatParamHandle:
             if isinstance(current, nn.Parameter):
                 managed.param = current
             if current.data_ptr() != view.data_ptr():
+    def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
+        managed = self.params[index]
+        shown = managed.param
+        if managed.tensor_shard is not None:
+            site = managed.sites[0]
+            shown = _torch.parameter_table(site.module)[site.name]
+            grad = None if grad is None else managed.tensor_shard.view(grad)
+        set_grad(shown, grad)
+
                 view.copy_(current.detach())
 
     def hide_full(self) -> None:
@@ -384,6 +430,8 @@ class FlatParamHandle:
                 for site in managed.sites:
                     _torch.parameter_table(site.module).pop(site.name, None)
         if self._registered_in is not None:
+            if managed.tensor_shard is not None and isinstance(current, torch.Tensor):
+                current = managed.tensor_shard.local_of(current.detach())
             table, name = self._registered_in
             table[name] = self.flat_param
         assert self._shard_aside is not None
@@ -463,7 +511,7 @@ class FlatParamHandle:
             ShardedStandIn.make(
                 self._name_of(managed.fqn),
                 self.unsharded.flat,
-                slot,
+                slot if managed.tensor_shard is None else managed.tensor_shard.whole_slot(slot),
                 requires_grad=managed.param.requires_grad,
             )
             for managed, slot in zip(self.params, self.layout.slots, strict=True)
@@ -500,6 +548,11 @@ class FlatParamHandle:
             (table, site.name) for table, site in zip(tables, sites, strict=True)
         )
         self._exposure.watch_recurrent(site.module for site in sites)
+        if self.has_tensor_shards:
+            self.unsharded.leaves = [
+                leaf if managed.tensor_shard is None else managed.tensor_shard.view(leaf)
+                for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True)
+            ]
         self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
         if not self.orig_mode:

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .. import _torch
 from ..names import join_names
+
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorShard
 
 __all__ = ["ManagedParam", "Site", "assign_owners"]
 
@@ -43,10 +47,12 @@ class ManagedParam:
     Attributes:
         param: The user's own ``nn.Parameter`` object; its identity never changes, only what its data points at.
         sites: First the site that gives it its name, then the sites tied to it.
+        tensor_shard: How it is cut over a tensor-parallel mesh, if it is; ``param`` is this rank's part then.
     """
 
     param: nn.Parameter
     sites: list[Site] = field(default_factory=list)
+    tensor_shard: TensorShard | None = None
 
     @property
     def fqn(self) -> str:

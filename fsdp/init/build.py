@@ -22,7 +22,9 @@ from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrat
 from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.sharing import ManagedParam, assign_owners
+from ..flat.tensor_parallel import localized
 from ..names import join_names
+from ..runtime.guard import remember_left_behind
 from ..runtime.held import unit_of
 from ..runtime.precision import DtypeRules, RuleCasts
 from ..runtime.unit import Unit, UnitConfig
@@ -115,6 +117,7 @@ def _build_unit(
     replicate = collectives_for(arguments.axes.replicate, device)
     is_source = shard.rank == 0 and replicate.rank == 0
     _materialize(params, members, arguments, seed, is_source=is_source)
+    remember_left_behind(list(localized(params)))
     buffers = [
         (owner, name, buffer)
         for _, owner in members
@@ -145,10 +148,18 @@ def _build_unit(
     modules = [owner for _, owner in members]
     gate = gate_of(arguments.axes.whole)
     unit = Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
+    unit.tensor = tensor_axis(handles, device)
     unit.dtype_rules = rules.within(modules)
     if unit.dtype_rules.boundaries:
         unit.rule_casts = RuleCasts(unit, unit.dtype_rules.boundaries)
     return unit
+
+
+def tensor_axis(handles: Sequence[FlatParamHandle], device: torch.device) -> Collectives:
+    """Collectives of the tensor-parallel ranks over which parameters of ``handles`` are cut.  Collective: none."""
+    shards = [managed.tensor_shard for handle in handles for managed in handle.params]
+    groups = [shard.group for shard in shards if shard is not None and shard.is_cut]
+    return collectives_for(groups[0] if groups else None, device)
 
 
 def _group(
@@ -156,17 +167,20 @@ def _group(
 ) -> list[tuple[torch.dtype | None, list[ManagedParam]]]:
     """Parameters that can share a flat parameter, with the dtype they compute in (None for their own).
 
-    Their dtype, ``requires_grad`` and compute dtype are equal; trainable groups come first.  Parameters that are to
+    Their dtype, ``requires_grad`` and compute dtype are equal, and whether tensor-parallel ranks hold other elements of
+    them; trainable groups come first.  Parameters that are to
     have masters are in the masters' dtype afterwards.
     """
-    groups: dict[tuple[torch.dtype, bool, torch.dtype | None], list[ManagedParam]] = {}
+    groups: dict[tuple[torch.dtype, bool, torch.dtype | None, bool], list[ManagedParam]] = {}
     for managed in params:
         param = managed.param
         compute_dtype = rules.dtypes.get(managed.sites[0].module, policy.param_dtype)
         if _wants_master(param, policy.master_dtype):
             compute_dtype = compute_dtype or param.dtype
             param.data = param.data.to(policy.master_dtype)
-        groups.setdefault((param.dtype, param.requires_grad, compute_dtype), []).append(managed)
+        is_cut = managed.tensor_shard is not None and managed.tensor_shard.is_cut
+        key = (param.dtype, param.requires_grad, compute_dtype, is_cut)
+        groups.setdefault(key, []).append(managed)
     ordered = sorted(groups.items(), key=lambda item: not item[0][1])
     return [(key[2], group) for key, group in ordered]
 

@@ -57,7 +57,11 @@ class _Grouping:
         if unit.root not in self._trees:
             self._trees[unit.root] = widest(unit.root.units)
         tree = self._trees[unit.root]
-        if unit.world_size == tree.world_size:
+        if handle.is_cut_by_tensor:
+            axes = (unit.shard, unit.tensor)
+            shared = self.groups.setdefault((unit.group_key, "cut"), _Shared(axes))
+            is_counted = True
+        elif unit.world_size == tree.world_size:
             shared = self.groups.setdefault(unit.group_key, _Shared((unit.shard,)))
             is_counted = True
         else:

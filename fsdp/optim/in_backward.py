@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import ConfigError, UsageError, describe
+from ..errors import ConfigError, UnsupportedError, UsageError, describe
 from ..runtime.held import units_in
 from ..runtime.spread import widest
 from ..runtime.unit import Unit
@@ -116,6 +116,16 @@ class OptimizerInBackward:
         self._backwards = 0
         self._running = False
         self._units = [unit for unit in units if unit.handles]
+        cut = [unit.name for unit in self._units if unit.tensor.size > 1]
+        if cut and max_norm is not None:
+            raise UnsupportedError(
+                describe(
+                    "max_norm does not know tensor-parallel parameters",
+                    unit=cut[0],
+                    remedy="Step outside the backward, and clip with clip_grad_norm_.",
+                ),
+                unit=cut[0],
+            )
         self._members = {
             unit: frozenset(param for handle in unit.handles for param in handle.exposed)
             for unit in self._units

@@ -369,6 +369,11 @@ def check_joinable(root: Root, *, by_all: bool) -> None:
     Raises:
         UnsupportedError: If a communication hook divides them, or gathers of a backward differ from a forward's.
     """
+    if any(handle.has_tensor_shards for unit in root.units for handle in unit.handles):
+        raise UnsupportedError(
+            "Join does not know tensor-parallel parameters: ranks without data could not take part in what layers "
+            "exchange. Give every rank the same number of batches."
+        )
     partial = partial_units(root.units)
     if partial:
         raise UnsupportedError(

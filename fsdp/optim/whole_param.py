@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, ConfigError, UsageError, describe, name_some
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    UnsupportedError,
+    UsageError,
+    describe,
+    name_some,
+)
 from ..flat.parameter import set_grad
 from ..runtime.held import Held, held_params, units_in
 from .whole_matrices import Bucket, Matrix, Transfer, assign_owners, buckets_of, grad_piece
@@ -85,6 +92,16 @@ class WholeParamOptimizer(torch.optim.Optimizer):
         if not held:
             raise ConfigError(
                 "the model has no parameter that requires a gradient: nothing to step."
+            )
+        divided = [item.fqn for item in held if item.tensor_shard is not None]
+        if divided:
+            raise UnsupportedError(
+                describe(
+                    "WholeParamOptimizer does not know tensor-parallel parameters, of which no rank has the whole",
+                    fqn=divided[0],
+                    remedy="Use an elementwise optimizer.",
+                ),
+                fqn=divided[0],
             )
         if elementwise is None and elementwise_options:
             raise ConfigError("elementwise_options were given without elementwise.")

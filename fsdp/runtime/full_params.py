@@ -14,7 +14,6 @@ import torch
 from ..comm.collectives import Gather
 from ..errors import UnsupportedError, describe
 from ..flat.handle import FlatParamHandle
-from ..flat.parameter import set_grad
 from ..flat.views import slot_view
 from .unit import Unit
 
@@ -85,10 +84,9 @@ class _Summoned:
             if handle in grads:
                 grad = grads[handle]
                 grad.whole = grad.whole.to(shown.device)
-                for managed, slot, present in zip(
-                    handle.params, handle.layout.slots, grad.present, strict=True
-                ):
-                    set_grad(managed.param, slot_view(grad.whole, slot) if present else None)
+                views = [slot_view(grad.whole, slot) for slot in handle.layout.slots]
+                for index, (view, present) in enumerate(zip(views, grad.present, strict=True)):
+                    handle.show_full_grad(index, view if present else None)
         self._grads = grads
 
     def leave(self, *, writeback: bool) -> None:

@@ -167,7 +167,7 @@ class Gradients:
 def _collect(handle: FlatParamHandle, collected: Collected) -> None:
     """Move the leaves' gradients into the buffer, or add them to what their slots hold; drop them."""
     leaves = handle.unsharded.leaves
-    grads = [leaf.grad for leaf in leaves]
+    grads = handle.leaf_grads()
     copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for view, grad, is_used in zip(collected.buffer.views, grads, collected.used, strict=True):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import UsageError, describe
+from ..flat.tensor_parallel import is_distributed
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -61,7 +62,7 @@ class _LeftBehind:
                 if (
                     found is not None
                     and found[0]() is param
-                    and not cast("nn.Parameter", param).numel()
+                    and (not cast("nn.Parameter", param).numel() or is_distributed(param))
                 ):
                     raise UsageError(
                         describe(

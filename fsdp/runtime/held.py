@@ -12,6 +12,7 @@ from .. import _torch
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import Span
 from ..flat.sharing import Site
+from ..flat.tensor_parallel import TensorShard
 from ..names import clean_tensor_name, join_names
 from .unit import Unit
 
@@ -43,11 +44,16 @@ class Held:
         """Shape in the unwrapped model."""
         if self.handle is None:
             return tuple(self.key.shape)
-        return self.handle.layout.slots[self.index].shape
+        return self.handle.whole_shape(self.index)
+
+    @property
+    def tensor_shard(self) -> TensorShard | None:
+        """How it is cut over tensor-parallel ranks, if it is."""
+        return None if self.handle is None else self.handle.params[self.index].tensor_shard
 
     @property
     def numel(self) -> int:
-        """Elements in the unwrapped model."""
+        """Elements in the unwrapped model; of this rank's part, if it is cut over tensor-parallel ranks."""
         if self.handle is None:
             return self.key.numel()
         return self.handle.layout.slots[self.index].span.numel
@@ -79,6 +85,8 @@ class Held:
         assert self.handle is not None
         slot = self.handle.layout.slots[self.index]
         span = self.span_on(self.handle.rank if rank is None else rank)
+        shard = self.tensor_shard
+        value = value if shard is None else shard.local_part(value)
         value = value.detach().reshape(slot.shape)
         if value.stride() != slot.stride:
             ordered = torch.empty_strided(

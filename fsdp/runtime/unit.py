@@ -17,6 +17,7 @@ from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
 from ..comm.compression import Compression, compressed
 from ..comm.entry import EntryGate, naming_failures
+from ..comm.loopback import Loopback
 from ..comm.topology import NodeGroups
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
@@ -98,6 +99,7 @@ class Unit:
         residency: What is in memory.
         unsharded_bytes: Size of the gathered parameters.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
+        tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
         sync_gradients: False inside ``no_sync``.
         buffer_masters: The buffers that were cast, as they were before; by module and name.
         dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
@@ -137,6 +139,7 @@ class Unit:
         self.sync_gradients = True
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
+        self.tensor: Collectives = Loopback()
         self.compression: tuple[Compression, NodeGroups | None] | None = None
         self._compressed: Collectives | None = None
         self.gradient_divisor: float | None = None
@@ -198,6 +201,7 @@ class Unit:
 
     def join_root(self, root: Root, index: int, name: str) -> None:
         """Become unit number ``index`` of ``root``, called ``name`` in messages."""
+        made.tensor = self.tensor
         self.root = root
         self.index = index
         self.name = name

@@ -27,6 +27,7 @@ from ..runtime.unit import Unit
 from .elsewhere import Elsewhere, find_elsewhere
 from .exchange import all_on_first, flat_spread, only, redistribute
 from .sharded import local_part
+from .tensor_parallel import refuse_tensor_parallel
 
 __all__ = [
     "RECEIVED",
@@ -205,6 +206,11 @@ def receive_from_first(
         CheckpointError: On every rank, if the dict does not fit; nothing is changed then.
     """
     units = units_in(module)
+    refuse_tensor_parallel(
+        units,
+        "load_state_dict(broadcast_from_rank0=True)",
+        "Give every rank the dict, read with torch.load(..., mmap=True): each takes its own part.",
+    )
     first = units[0]
     is_first = first.shard.rank == 0 and first.replicate.rank == 0
     described: dict[str, Any] = {}

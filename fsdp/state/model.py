@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ from .sharded import (
     slice_shards,
     whole_tensor,
 )
+from .tensor_parallel import along_data, over_tensor_axis, refuse_tensor_parallel, tensor_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Delivery", "StateHooks", "delivering", "keys_in_order"]
 
@@ -128,6 +132,10 @@ class StateHooks:
             return
         unit, root = self._unit, self._unit.root
         root.check_idle("state_dict")
+        if self._type is StateDictType.LOCAL_STATE_DICT:
+            self._depth = 0
+            refuse_tensor_parallel([unit], "LOCAL_STATE_DICT", "Save a SHARDED_STATE_DICT.")
+            self._depth = 1
         if unit.summoned and self._type is not StateDictType.FULL_STATE_DICT:
             self._depth = 0
             raise TrainingStateError(
@@ -160,7 +168,7 @@ class StateHooks:
     def _cut_into_slices(self) -> dict[tuple[FlatParamHandle, int], torch.Tensor]:
         with torch.no_grad():
             return {
-                (handle, index): value
+                (handle, index): self._over_tensor_axis(handle, index, value)
                 for handle in self._unit.handles
                 for index, value in slice_shards(
                     handle,
@@ -170,6 +178,11 @@ class StateHooks:
                     self._wanted_slots(handle),
                 ).items()
             }
+
+    @staticmethod
+    def _over_tensor_axis(handle: FlatParamHandle, index: int, value: DTensor) -> DTensor:
+        shard = handle.params[index].tensor_shard
+        return value if shard is None else over_tensor_axis(value, shard)
 
     def _wanted_slots(self, handle: FlatParamHandle) -> list[int]:
         """The parameters of which the delivery wants any name."""
@@ -216,7 +229,7 @@ class StateHooks:
         if elsewhere is None or self._type is StateDictType.SHARDED_STATE_DICT:
             return
         config = self.settings.state_dict_config
-        to_all = not (isinstance(config, FullStateDictConfig) and config.rank0_only)
+        to_all = not self._is_rank0_only
         names = [name for name in elsewhere.order if name in elsewhere.here]
         mine = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         found = completed(mine, elsewhere.tree, to_all=to_all)
@@ -235,6 +248,7 @@ class StateHooks:
     def _save_entry(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
         if self._type is StateDictType.FULL_STATE_DICT:
             self._check_whole(entry, state_dict.get(key), key)
+            self._make_whole(entry, state_dict, key)
             self._keep(state_dict, key)
         elif (entry.handle, entry.index) not in self._slices:
             state_dict.pop(key, None)
@@ -272,13 +286,21 @@ class StateHooks:
             if name not in managed and prefix + name in state_dict:
                 self._keep(state_dict, prefix + name)
 
+    def _make_whole(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
+        """Gather a tensor-parallel parameter over its own ranks too, where one of them keeps it."""
+        shard = entry.handle.params[entry.index].tensor_shard
+        if shard is not None and self._is_kept_along_data():
+            local = shard.local_of(state_dict[key].detach())
+            assert local is not None
+            state_dict[key] = shard.whole(local)
+
     def _check_whole(self, entry: _Entry, value: Any, key: str) -> None:
         """See that nothing but the whole parameter is saved, whatever was done to the module.
 
         Raises:
             UsageError: If it is not, as on the other ranks inside ``summon_full_params(rank0_only=True)``.
         """
-        shape = entry.handle.layout.slots[entry.index].shape
+        shape = entry.handle.whole_shape(entry.index)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             fqn = entry.handle.fqns[entry.index]
             self._unit.root.close_saves()
@@ -294,9 +316,19 @@ class StateHooks:
             )
 
     def _is_kept_here(self) -> bool:
+        if not self._is_rank0_only:
+            return True
+        return self._is_kept_along_data() and not tensor_rank(self._unit.root.units)
+
+    def _is_kept_along_data(self) -> bool:
+        """Whether this rank keeps the result, or another one of its tensor-parallel ranks."""
+        unit = self._unit
+        return not self._is_rank0_only or max(unit.shard.rank, unit.replicate.rank) == 0
+
+    @property
+    def _is_rank0_only(self) -> bool:
         config = self.settings.state_dict_config
-        rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        return not rank0_only or max(self._unit.shard.rank, self._unit.replicate.rank) == 0
+        return isinstance(config, FullStateDictConfig) and config.rank0_only
 
     def _keep(self, state_dict: dict[str, Any], key: str) -> None:
         """Replace the view of gathered or live memory under ``key`` by a copy where it is wanted, or drop it."""
@@ -375,7 +407,7 @@ class StateHooks:
                 missing_keys.append(key)
             return
         value = state_dict.pop(key)
-        problem = "" if value is RECEIVED else misfit(value, handle.layout.slots[index].shape)
+        problem = "" if value is RECEIVED else misfit(value, handle.whole_shape(index))
         if problem:
             error_msgs.append(f"size mismatch for {key}: {problem}")
         elif value is not RECEIVED:
@@ -389,6 +421,10 @@ class StateHooks:
         from torch.distributed.tensor import DTensor
 
         handle, index = entry.handle, entry.index
+        shard = handle.params[index].tensor_shard
+        if shard is not None and isinstance(value, DTensor):
+            mesh = axes_mesh(self._axes, handle.device)
+            value = along_data(value, shard, handle.layout.slots[index], mesh)
         if isinstance(value, DTensor):
             mesh = axes_mesh(self._axes, handle.device)
             piece = flat_from_slices(handle, index, value, self._unit.shard, mesh)
@@ -396,6 +432,8 @@ class StateHooks:
                 span = handle.pieces[index].in_shard
                 handle.shard[span.start : span.stop].copy_(piece)
                 return
+            if shard is not None:
+                value = shard.whole(value.full_tensor())
         handle.load_whole(index, whole_tensor(value))
 
 

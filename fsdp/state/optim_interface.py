@@ -28,6 +28,7 @@ from .optim_save import Delivery, save_optim_state
 from .optim_scatter import scatter_optim_state
 from .sharded import axes_mesh
 from .types import common_settings
+from .tensor_parallel import tensor_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -328,7 +329,8 @@ def _is_first(model: nn.Module, group: ProcessGroup | None) -> bool:
     units = _units_in(model)
     if group is not None or not units:
         return (group or _torch.default_group()).rank() == 0
-    return units[0].shard.rank == units[0].replicate.rank == 0
+    is_first_of_data = units[0].shard.rank == units[0].replicate.rank == 0
+    return is_first_of_data and not tensor_rank(units)
 
 
 def _group_of_all(model: nn.Module) -> ProcessGroup:

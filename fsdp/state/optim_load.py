@@ -18,6 +18,7 @@ from .optim_names import SavedState, groups_to_load, in_canonical_names, is_elem
 from .optim_pieces import flats_from_slices
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
 from .sharded import local_part, placements_of, whole_tensor
+from .tensor_parallel import joint_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -237,10 +238,14 @@ def _holds_slices(item: Held, value: DTensor, meshes: Mapping[Unit, DeviceMesh])
     assert item.handle is not None
     mesh = meshes.get(item.unit)
     slot = item.handle.layout.slots[item.index]
+    if mesh is None or not slot.shape:
+        return False
+    placements = placements_of(slot, mesh)
+    if item.tensor_shard is not None:
+        placements = [item.tensor_shard.placement, *placements]
+        mesh = joint_mesh(mesh, item.tensor_shard)
     return (
-        mesh is not None
-        and bool(slot.shape)
-        and tuple(value.placements) == tuple(placements_of(slot, mesh))
+        tuple(value.placements) == tuple(placements)
         and value.device_mesh.mesh.tolist() == mesh.mesh.tolist()
     )
 

@@ -26,6 +26,7 @@ from .optim_elsewhere import completed_optim_state
 from .optim_pieces import send_whole, slices_from_flats, to_keepers
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
 from .sharded import slice_span, slice_tensor
+from .tensor_parallel import tensor_rank, whole_optim_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,8 +123,10 @@ def save_optim_state(
     state: dict[str, dict[str, Any]] = {}
     by_unit = _by_unit(held)
     partial = set(partial_units(units))
+    is_divided = tensor_rank(units) is not None
     keeps = {
-        unit: delivery.keep or (unit in partial and unit.shard.rank == unit.replicate.rank == 0)
+        unit: delivery.keep
+        or ((unit in partial or is_divided) and unit.shard.rank == unit.replicate.rank == 0)
         for unit in by_unit
         if unit is not None
     }
@@ -141,6 +144,8 @@ def save_optim_state(
             its_own = replace(delivery, keep=keeps[unit])
             of_unit = _of_unit(unit, members, values, said[unit], its_own)
             state.update(of_unit if keeps[unit] else {})
+    if is_divided:
+        whole_optim_state(state, held, to_cpu=delivery.to_cpu)
     if not delivery.keep and elsewhere is None:
         return {}
     groups = [

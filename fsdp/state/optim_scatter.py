@@ -18,6 +18,7 @@ from .optim_load import Parts, plan_load
 from .optim_names import SavedState, in_canonical_names, is_elementwise
 from .optim_pieces import as_bytes
 from .optim_view import OptimizerView, copy_of, view_of
+from .tensor_parallel import refuse_tensor_parallel
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -51,13 +52,15 @@ def scatter_optim_state(
         CheckpointError: If the first rank has none or it does not fit; on every rank.
         UnsupportedError: For an optimizer that steps whole parameters; with experts over ranks of their own.
     """
+    remedy = "Use optim_state_dict_to_load with the state on every rank."
+    refuse_tensor_parallel(units, "scatter_full_optim_state_dict", remedy)
     partial = partial_units(units)
     if partial:
         raise UnsupportedError(
             describe(
                 "scatter_full_optim_state_dict does not know units over fewer ranks than the rest (experts)",
                 unit=partial[0].name,
-                remedy="Use optim_state_dict_to_load with the state on every rank.",
+                remedy=remedy,
             ),
             unit=partial[0].name,
         )

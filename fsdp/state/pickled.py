@@ -94,11 +94,16 @@ def saved_unit(
     """The record of ``unit``, whose module ``memo`` has copied to ``module``.  Collective: none.
 
     Raises:
-        UnsupportedError: If the unit compresses its communication.
+        UnsupportedError: If the unit compresses its communication or has tensor-parallel parameters.
     """
     if unit.compression is not None:
         raise UnsupportedError(
             "a wrapper with compressed communication can not be pickled: save its state_dict()."
+        )
+    if any(handle.has_tensor_shards for handle in unit.handles):
+        raise UnsupportedError(
+            "a wrapper of tensor-parallel parameters can not be pickled: save a sharded state_dict(), or use "
+            "fsdp.checkpoint."
         )
     axes = arguments.axes
     groups = (axes.shard, axes.replicate, axes.whole)
