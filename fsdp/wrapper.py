@@ -102,11 +102,11 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         replicated_modules: Modules to keep whole on every rank: their gradients are averaged, they are clipped, saved
             and stepped with the rest, and their parameters keep their shapes.  For small modules whose code uses
             its parameters in ways of its own; costs their memory on every rank.
-
-    Raises:
         gradient_divisor: What summed gradients are divided by, if not by the number of ranks: for units whose gradients
             sum over more data than their ranks' (experts, see ``docs/how-to/mixture-of-experts.md``).  Policies may
             give one for single units.
+
+    Raises:
         ConfigError: If an argument is wrong or contradicts another, before anything is changed.
 
     Example::
@@ -140,9 +140,9 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         device_mesh: DeviceMesh | None = None,
         allow_unused: str | None = None,
         replicated_modules: Iterable[nn.Module] | None = None,
+        gradient_divisor: float | None = None,
     ) -> None:
         super().__init__()
-        gradient_divisor: float | None = None,
         check_not_wrapped(module, _is_wrapped)
         strategy = of_type(
             "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
@@ -173,19 +173,19 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
             allow_unused=one_of("allow_unused", allow_unused, (None, "any_rank")),
+            gradient_divisor=divisor_of(gradient_divisor),
         )
         check_offload(arguments)
         if isinstance(auto_wrap_policy, str):
-            gradient_divisor=divisor_of(gradient_divisor),
             auto_wrap_policy = policy_named(auto_wrap_policy, arguments)
         overrides = plan_overrides(
             module, auto_wrap_policy, arguments, ignored, _is_wrapped, override, replicated
         )
         warn_of_trainable(module, ignored, axes)
+        check_tensor_parallel(module, ignored, axes)
         earlier = _outermost_units(module)
         check_no_foreign_ties(
             module, [unit for outer in earlier for unit in outer.root.units], _is_wrapped
-        check_tensor_parallel(module, ignored, axes)
         )
         built = build_units(module, overrides, ignored, _is_wrapped)
         wrappers = {

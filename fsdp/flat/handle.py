@@ -178,8 +178,6 @@ class FlatParamHandle:
         """Names of the original parameters in the unwrapped model."""
         return [self._name_of(param.fqn) for param in self.params]
 
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What of each original parameter this rank's shard holds."""
     @property
     def is_cut_by_tensor(self) -> bool:
         """Whether tensor-parallel ranks hold other elements; the same for all parameters of a handle."""
@@ -204,6 +202,8 @@ class FlatParamHandle:
             for managed, grad in zip(self.params, grads, strict=True)
         ]
 
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What of each original parameter this rank's shard holds."""
         held = [
             (param.fqn, slot, piece)
             for param, slot, piece in zip(self.params, self.layout.slots, self.pieces, strict=True)
@@ -327,12 +327,12 @@ class FlatParamHandle:
         slot, piece = self.layout.slots[index], self.pieces[index]
         if not piece.in_slot.numel:
             return
+        shard = self.params[index].tensor_shard
+        value = value if shard is None else shard.local_part(value)
         value = value.detach().reshape(slot.shape)
         if value.stride() != slot.stride:
             value = torch.empty_strided(
                 slot.shape, slot.stride, dtype=value.dtype, device=value.device
-        shard = self.params[index].tensor_shard
-        value = value if shard is None else shard.local_part(value)
             ).copy_(value)
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
         out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
@@ -381,6 +381,12 @@ class FlatParamHandle:
         self.flat_param.data = full[: self.layout.numel]
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(full, slot)
+            shown = managed.param
+            if managed.tensor_shard is not None:
+                shown = nn.Parameter(
+                    managed.tensor_shard.view(managed.param.data),
+                    requires_grad=managed.param.requires_grad,
+                )
             for site in managed.sites:
                 site.module.__dict__.pop(site.name, None)
                 _torch.parameter_table(site.module)[site.name] = shown
@@ -391,26 +397,6 @@ class FlatParamHandle:
                     table[name] = table.pop(name)
         self._exposure.show(())
 
-    def absorb_full(self, full: torch.Tensor) -> None:
-        """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
-
-        Raises:
-            shown = managed.param
-            if managed.tensor_shard is not None:
-                shown = nn.Parameter(
-                    managed.tensor_shard.view(managed.param.data),
-                    requires_grad=managed.param.requires_grad,
-                )
-            UsageError: If it is gone or has another shape.
-        """
-        for managed, slot in zip(self.params, self.layout.slots, strict=True):
-            view = slot_view(full, slot)
-            current = self._shown_at(managed)
-            if not isinstance(current, torch.Tensor) or tuple(current.shape) != slot.shape:
-                raise self._refusal(managed, slot, current)
-            if isinstance(current, nn.Parameter):
-                managed.param = current
-            if current.data_ptr() != view.data_ptr():
     def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
         managed = self.params[index]
@@ -421,6 +407,22 @@ class FlatParamHandle:
             grad = None if grad is None else managed.tensor_shard.view(grad)
         set_grad(shown, grad)
 
+    def absorb_full(self, full: torch.Tensor) -> None:
+        """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
+
+        Raises:
+            UsageError: If it is gone or has another shape.
+        """
+        for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            view = slot_view(full, slot)
+            current = self._shown_at(managed)
+            if managed.tensor_shard is not None and isinstance(current, torch.Tensor):
+                current = managed.tensor_shard.local_of(current.detach())
+            if not isinstance(current, torch.Tensor) or tuple(current.shape) != slot.shape:
+                raise self._refusal(managed, slot, current)
+            if isinstance(current, nn.Parameter):
+                managed.param = current
+            if current.data_ptr() != view.data_ptr():
                 view.copy_(current.detach())
 
     def hide_full(self) -> None:
@@ -430,8 +432,6 @@ class FlatParamHandle:
                 for site in managed.sites:
                     _torch.parameter_table(site.module).pop(site.name, None)
         if self._registered_in is not None:
-            if managed.tensor_shard is not None and isinstance(current, torch.Tensor):
-                current = managed.tensor_shard.local_of(current.detach())
             table, name = self._registered_in
             table[name] = self.flat_param
         assert self._shard_aside is not None
@@ -529,6 +529,11 @@ class FlatParamHandle:
             else torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         )
         self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
+        if self.has_tensor_shards:
+            self.unsharded.leaves = [
+                leaf if managed.tensor_shard is None else managed.tensor_shard.view(leaf)
+                for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True)
+            ]
         self.flat_param._full_param_padded = flat  # noqa: SLF001 the reference's name
         for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True):
             source = managed.param if self.orig_mode else self.flat_param
@@ -548,11 +553,6 @@ class FlatParamHandle:
             (table, site.name) for table, site in zip(tables, sites, strict=True)
         )
         self._exposure.watch_recurrent(site.module for site in sites)
-        if self.has_tensor_shards:
-            self.unsharded.leaves = [
-                leaf if managed.tensor_shard is None else managed.tensor_shard.view(leaf)
-                for managed, leaf in zip(self.params, self.unsharded.leaves, strict=True)
-            ]
         self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
         if not self.orig_mode:

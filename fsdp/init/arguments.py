@@ -57,7 +57,6 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
     return value
 
 
-def check_offload(arguments: BuildArguments) -> None:
 def divisor_of(value: Any) -> float | None:
     """``value`` as a gradient divisor.
 
@@ -75,6 +74,7 @@ def divisor_of(value: Any) -> float | None:
     return number
 
 
+def check_offload(arguments: BuildArguments) -> None:
     """Refuse what offloading can not do yet.
 
     Raises:
@@ -109,13 +109,13 @@ def override(arguments: BuildArguments, extra: Mapping[str, Any]) -> BuildArgume
             changes["axes"] = resolve_axes(
                 strategy, extra.get("process_group"), extra.get("device_mesh")
             )
-        elif name in _OVERRIDABLE:
         elif name == "gradient_divisor":
             changes[name] = divisor_of(value)
+        elif name in _OVERRIDABLE:
             changes[_OVERRIDABLE[name]] = value
         else:
-            raise ConfigError(
             known = {*_OVERRIDABLE, "process_group", "device_mesh", "gradient_divisor"}
+            raise ConfigError(
                 f"a policy gave the argument {name!r} for one unit: expected one of {sorted(known)}."
             )
     if changes.get("mixed_precision", arguments.mixed_precision) is None:

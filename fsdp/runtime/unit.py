@@ -92,6 +92,7 @@ class Unit:
         handles: One a (dtype, requires_grad) among the parameters; may be empty.
         shard: Collectives of the ranks that share the flat parameters.
         replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
+        tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
         gate: Where ranks meet before a collective call.
         name: FQN of the module in the unwrapped model, ``""`` for the root.
         root: The runtime this unit belongs to; set by :class:`Root`.
@@ -99,7 +100,6 @@ class Unit:
         residency: What is in memory.
         unsharded_bytes: Size of the gathered parameters.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
-        tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
         sync_gradients: False inside ``no_sync``.
         buffer_masters: The buffers that were cast, as they were before; by module and name.
         dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
@@ -132,6 +132,7 @@ class Unit:
         self.config = config
         self.shard = shard
         self.replicate = replicate
+        self.tensor: Collectives = Loopback()
         self.name = ""
         self.index = 0
         self.residency = Residency.SHARDED
@@ -139,7 +140,6 @@ class Unit:
         self.sync_gradients = True
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
-        self.tensor: Collectives = Loopback()
         self.compression: tuple[Compression, NodeGroups | None] | None = None
         self._compressed: Collectives | None = None
         self.gradient_divisor: float | None = None
@@ -190,6 +190,7 @@ class Unit:
         )
         for (module, name), master in self.buffer_masters.items():
             made.buffer_masters[memo[id(module)], name] = master.clone()
+        made.tensor = self.tensor
         made.dtype_rules = self.dtype_rules.copied(memo)
         if self.rule_casts is not None:
             made.rule_casts = self.rule_casts.copied(made, memo)
@@ -201,7 +202,6 @@ class Unit:
 
     def join_root(self, root: Root, index: int, name: str) -> None:
         """Become unit number ``index`` of ``root``, called ``name`` in messages."""
-        made.tensor = self.tensor
         self.root = root
         self.index = index
         self.name = name

@@ -27,8 +27,8 @@ from .optim_rekey import rekey_optim_state
 from .optim_save import Delivery, save_optim_state
 from .optim_scatter import scatter_optim_state
 from .sharded import axes_mesh
-from .types import common_settings
 from .tensor_parallel import tensor_rank
+from .types import common_settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup

@@ -77,7 +77,7 @@ def models(shape, orig, folder):
         fresh[2].load_state_dict(loaded)
     for other in fresh:
         assert_bitwise(dict(full), dict(other.state_dict()))
-    with pytest.raises(CheckpointError, match="size mismatch for blocks.0.up.weight"):
+    with pytest.raises(CheckpointError, match=r"size mismatch for blocks\.0\.up\.weight"):
         model.load_state_dict({**full, "blocks.0.up.weight": torch.zeros(5, 6)})
     with (
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
