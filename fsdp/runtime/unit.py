@@ -109,6 +109,8 @@ class Unit:
     """
 
     root: Root
+    _inputs_want_grads = False
+    _awaits_inputs = False
 
     def __init__(
         self,
@@ -261,6 +263,7 @@ class Unit:
         if self._shows_leaves and not self._active:
             self._show_sharded()
         self.wait_unshard()
+        self._awaits_inputs = False
         self.residency = Residency.SHARDED
         if self._gathers:
             self.root.streams.released()
@@ -384,6 +387,9 @@ class Unit:
         self._gathers = [
             Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
         ]
+        self._reads_frozen = any(
+            not leaf.requires_grad for handle in self._gathered for leaf in handle.unsharded.leaves
+        )
 
     def _switch_precision(self) -> None:
         """Follow the root into or out of a forward in the shards' own dtype, which no backward follows."""
@@ -413,7 +419,7 @@ class Unit:
             self._unshard_for_forward()
             if _torch.count_forward_hooks(self.modules) != self._forward_hooks_seen:
                 self._watch_user_hooks()
-            if not self._expected and self._gathers and torch.is_grad_enabled():
+            if self._reads_frozen and torch.is_grad_enabled():
                 self._hook_inputs((args, kwargs))
         return precision.cast_inputs(self, args, kwargs, entering=entering)
 
@@ -543,11 +549,15 @@ class Unit:
         self._module_table_sizes = sum(map(len, self._module_tables))
 
     def _hook_inputs(self, inputs: Any) -> None:
-        """Free a unit without trainable parameters once the gradients of its inputs are computed.
+        """Free a unit with frozen parameters once the gradients of its inputs are computed, not before.
 
-        Nothing arrives on its leaves that would tell, so the node that produced each input does.
+        Nothing arrives on frozen leaves that would tell, so the node that produced each input does.  The gradients of
+        trained ones may all have come by then: those of adapters come before the frozen layer beside them is run.
         """
-        nodes = [tensor.grad_fn for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
+        tensors = [tensor for tensor in iter_tensors(inputs) if tensor.requires_grad]
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if tensors:
+            self._inputs_want_grads = True
         if nodes:
             self._open_uses += 1
             done = _Once(self._use_done)
@@ -557,7 +567,8 @@ class Unit:
     def _use_done(self) -> None:
         """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
         self._open_uses = max(0, self._open_uses - 1)
-        if not self._open_uses and self.residency is Residency.UNSHARDED and not self._active:
+        is_last = self._awaits_inputs if self._expected else not self._open_uses
+        if is_last and self.residency is Residency.UNSHARDED and not self._active:
             self.release()
 
     def _check_summoned_forward(self) -> None:
@@ -631,7 +642,10 @@ class Unit:
             root.begin_backward()
         self._missing = self._expected
         self._backward_task = None
-        self.release()  # first, so that parameters and the buffer of their gradients are not held together
+        if self._reads_frozen and self._inputs_want_grads:
+            self._awaits_inputs = True
+        else:
+            self.release()  # first, so that parameters and the buffer of their gradients are not held together
         if self.sync_gradients:
             root.reduce(self)
         else:

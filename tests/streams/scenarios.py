@@ -41,12 +41,28 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
+class Adapted(Block):
+    """A frozen layer with an adapter, whose backward is done before the layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.down = nn.Linear(DIM, 2, bias=False)
+        self.up = nn.Linear(2, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.linear(x)
+        return self.norm(x) + torch.tanh(frozen + self.up(self.down(x)))
+
+
 class Model(nn.Module):
     """Four blocks and a head in the root; ``checkpointed`` recomputes each block."""
 
-    def __init__(self, blocks: int = 4, *, checkpointed: bool = False) -> None:
+    def __init__(
+        self, blocks: int = 4, *, checkpointed: bool = False, block: type[Block] = Block
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(DIM, 1)
         self.checkpointed = checkpointed
 
@@ -113,7 +129,7 @@ def world(
             options["process_group"] = (dist.new_group([0, 1]), dist.new_group([0, 2]))
         wrapped = FSDP(
             Model() if model is None else model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({Block, Adapted}),
             use_orig_params=orig,
             **options,
         )
@@ -341,6 +357,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "checkpointed": lambda: {"model": Model(checkpointed=True)},
     "frozen": lambda: {"model": _frozen()},
+    "adapted": lambda: {"model": Model(block=Adapted)},
     "any_rank": lambda: {"allow_unused": "any_rank"},
     "no prefetch": lambda: {"backward_prefetch": None},
     "hybrid": lambda: {"hybrid": True, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},

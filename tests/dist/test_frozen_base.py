@@ -1,0 +1,93 @@
+"""A frozen layer that a unit's backward reads after the last gradient of the adapters beside it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.runtime.held import units_in
+from fsdp.runtime.unit import Residency
+from fsdp.wrap import ModuleWrapPolicy
+from tests.support.ranks import run_ranks
+
+DIM = 6
+
+
+class Adapted(nn.Module):
+    """The base first, then the adapter, as LoRA libraries have it: autograd runs the adapter's backward first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.down = nn.Linear(DIM, 2, bias=False)
+        self.up = nn.Linear(2, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.base(x)
+        return torch.tanh(frozen + self.up(self.down(x)))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, DIM), *(Adapted() for _ in range(4)), nn.Linear(DIM, 1))
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(orig: bool, first_is_leaf: bool) -> None:
+    model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Adapted}), use_orig_params=orig)
+    dense = build()
+    whole: list[int] = []
+    for index, wrapper in enumerate(model.module):
+        if index:
+            wrapper.register_full_backward_pre_hook(
+                lambda *_: whole.append(
+                    sum(unit.residency is not Residency.SHARDED for unit in units_in(model))
+                )
+            )
+    for _ in range(2):
+        whole.clear()
+        for candidate, ranks in ((model, [dist.get_rank()]), (dense, range(dist.get_world_size()))):
+            candidate.zero_grad()
+            for rank in ranks:
+                x = batch(rank).requires_grad_(first_is_leaf)
+                candidate(x).square().sum().backward()
+        # The root, what runs, what is about to be freed; small units are gathered ahead several at a time.
+        assert whole[-1] <= 3, whole
+        with FSDP.summon_full_params(model, with_grads=True):
+            for (name, mine), (_, theirs) in zip(
+                model.named_parameters(), dense.named_parameters(), strict=True
+            ):
+                assert (mine.grad is None) == (theirs.grad is None), name
+                if mine.grad is not None:
+                    torch.testing.assert_close(mine.grad, theirs.grad / dist.get_world_size())
+
+
+@pytest.mark.parametrize("first_is_leaf", [False, True])
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_frozen_layer_is_whole_until_the_gradient_of_the_input_is_computed(orig, first_is_leaf):
+    run_ranks(gradients, 2, orig, first_is_leaf)
+
+
+def leaf_input(orig: bool) -> None:
+    torch.manual_seed(0)
+    dense = Adapted()
+    model = FSDP(copy.deepcopy(dense), use_orig_params=orig)
+    results = []
+    for candidate in (model, dense):
+        x = torch.ones(2, DIM, requires_grad=True)
+        candidate(x).sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_the_gradient_of_a_leaf_that_is_the_input_is_right_too(orig):
+    run_ranks(leaf_input, 2, orig)
