@@ -5,7 +5,7 @@ Nothing outside this file may reach for an underscore name of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -78,6 +78,8 @@ def make_raising_tensor(
     shape: torch.Size,
     stride: tuple[int, ...],
     dtype: torch.dtype,
+    *,
+    requires_grad: bool,
 ) -> torch.Tensor:
     """A tensor of class ``cls`` with metadata and no memory; every operation reaches ``__torch_dispatch__``.
 
@@ -85,7 +87,7 @@ def make_raising_tensor(
     """
     make = torch.Tensor._make_wrapper_subclass
     made: torch.Tensor = make(
-        cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=False
+        cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=requires_grad
     )
     return made
 
@@ -378,22 +380,27 @@ def device_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def any_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a user registered a gradient hook of either kind on any of ``tensors``; nearly free.
+def count_grad_hooks(tensors: Iterable[torch.Tensor]) -> int:
+    """How many functions ``register_hook`` was called with on ``tensors``; nearly free.
 
     Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
     listed publicly.
     """
-    return any([t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors])  # noqa: C419
+    return sum([len(t._backward_hooks or ()) for t in tensors])
+
+
+def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a post-accumulate hook was registered on any of ``tensors`` (see :func:`count_grad_hooks`)."""
+    return any([t._post_accumulate_grad_hooks for t in tensors])  # noqa: C419
 
 
 def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """What ``tensor.register_hook`` was called with (see :func:`any_hooks`)."""
+    """What ``tensor.register_hook`` was called with (see :func:`count_grad_hooks`)."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`any_hooks`)."""
+    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`count_grad_hooks`)."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
@@ -437,10 +444,8 @@ def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over memory that it does not own (see :func:`swap_storages`)."""
-    made: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
-        address, device, nbytes
-    )
-    return made
+    made = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return cast("torch.UntypedStorage", made)
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
@@ -448,7 +453,7 @@ def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple([tensor._version for tensor in tensors])
 
 
-def set_versions(tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
+def set_versions(tensors: tuple[torch.Tensor, ...], wanted: tuple[int, ...]) -> None:
     """Set the version of each tensor, so that autograd takes what it saved of them for overwritten, or not any more.
 
     Why: nothing else makes autograd look at a saved tensor before it uses it.

@@ -23,7 +23,7 @@ from .parameter import (
     set_grad,
 )
 from .sharing import ManagedParam
-from .views import Exposure, ShardedStandIn, slot_view
+from .views import Exposure, ShardedStandIn, Writes, slot_view
 
 __all__ = ["FlatParamHandle"]
 
@@ -60,6 +60,7 @@ class FlatParamHandle:
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
         has_tensor_shards: Module code sees parameters as DTensors (see :mod:`fsdp.flat.tensor_parallel`).
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
+        device: Where the leaves are; the shard too, unless it is offloaded.
     """
 
     def __init__(
@@ -87,10 +88,8 @@ class FlatParamHandle:
         self._leaf_versions = 0
         self.layout: FlatLayout
         self.unsharded: UnshardedStorage
-        self._leaf_writes: tuple[tuple[dict[str, Any], str, Any], ...]
-        self._other_leaves: (
-            tuple[UnshardedStorage, tuple[tuple[dict[str, Any], str, Any], ...], int] | None
-        )
+        self._leaf_writes: Writes
+        self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
             # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.
@@ -108,8 +107,9 @@ class FlatParamHandle:
         else:
             self.layout, self.pieces = copied_from.layout, copied_from.pieces
             shard = copied_from.shard.clone()
+        self.device = device
         self.flat_param: FlatParameter = make_flat_parameter(
-            shard,
+            self._settled(shard),
             self.layout,
             self.params,
             requires_grad=first.requires_grad,
@@ -142,6 +142,10 @@ class FlatParamHandle:
     def _orig_param_dtype(self) -> torch.dtype:
         return self.flat_param.dtype
 
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        """Nothing: accelerate sets it after the flat parameter's data, whose dtype is what counts."""
+
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
         return self.compute_dtype
@@ -152,11 +156,6 @@ class FlatParamHandle:
         if self._in_full_precision:
             return self.flat_param.dtype
         return self._low_precision or self.flat_param.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the shard."""
-        return self.flat_param.device
 
     @property
     def requires_grad(self) -> bool:
@@ -217,9 +216,11 @@ class FlatParamHandle:
         )
 
     def register_flat_param(self, table: dict[str, nn.Parameter], name: str) -> None:
-        """Show the flat parameter under ``name`` in a module's parameter table, except while the originals are."""
+        """Show the flat parameter under ``name`` in a module's parameter table, but not beside originals or leaves."""
         self._registered_in = (table, name)
         table[name] = self.flat_param
+        self._leaf_writes += ((table, name, None),)
+        self._sharded_writes += ((table, name, self.flat_param),)
 
     @property
     def stand_ins(self) -> list[ShardedStandIn]:
@@ -247,15 +248,18 @@ class FlatParamHandle:
 
     def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of the same layout and values over copied modules (see :meth:`copied_params`)."""
-        return FlatParamHandle(
-            self.copied_params(memo),
-            rank=self.rank,
-            world_size=self.layout.world_size,
-            device=self.device,
-            compute_dtype=self._low_precision,
-            orig_mode=self.orig_mode,
-            copied_from=self,
-        )
+        return FlatParamHandle(self.copied_params(memo), **self._same())
+
+    def _same(self) -> dict[str, Any]:
+        """Arguments of a handle of the same layout and values."""
+        return {
+            "rank": self.rank,
+            "world_size": self.layout.world_size,
+            "device": self.device,
+            "compute_dtype": self._low_precision,
+            "orig_mode": self.orig_mode,
+            "copied_from": self,
+        }
 
     def name_with(self, name_of: Callable[[str], str]) -> None:
         """Set how a name in the unit becomes a name in the unwrapped model, for messages and stand-ins.
@@ -371,6 +375,16 @@ class FlatParamHandle:
         """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used."""
         self._exposure.show(self._sharded_writes)
 
+    @property
+    def shows_full(self) -> bool:
+        """Whether the whole parameters are registered."""
+        return self._shard_aside is not None
+
+    @property
+    def guards(self) -> Writes:
+        """Writes that put a stand-in before each user's parameter that is only a piece; none in flat mode."""
+        return self._guards
+
     def expose_full(self, full: torch.Tensor) -> None:
         """Register the original parameters, each over its slot of ``full`` ``[padded_numel]``."""
         if self._registered_in is not None:
@@ -427,13 +441,6 @@ class FlatParamHandle:
 
     def hide_full(self) -> None:
         """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called."""
-        if not self.orig_mode:
-            for managed in self.params:
-                for site in managed.sites:
-                    _torch.parameter_table(site.module).pop(site.name, None)
-        if self._registered_in is not None:
-            table, name = self._registered_in
-            table[name] = self.flat_param
         assert self._shard_aside is not None
         self.flat_param.data, self._shard_aside = self._shard_aside, None
         self._point_at_shard()
@@ -455,9 +462,11 @@ class FlatParamHandle:
     def user_changed(self) -> bool:
         """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
         for table, name, expected in self._sharded_writes:
-            if table.get(name) is not expected:
+            if table.get(name, self) is not expected:
                 return True
         watched = self._watched
+        if self._holds_nothing and watched[0].dtype != self.flat_param.dtype:
+            return True  # nothing else tells a rank of a `.half()`
         return [param.data_ptr() for param in watched] != self._pointers or [
             param.requires_grad for param in watched
         ] != self._wanted_grads
@@ -466,11 +475,15 @@ class FlatParamHandle:
         """Take over what the user changed, or say precisely why it cannot be.
 
         Data of the piece's shape (or, where it is unambiguous, of the original parameter's) is copied into the
-        shard; a new ``nn.Parameter`` takes the old one's place; a new dtype or device moves the whole shard.
+        shard, and data of the flat parameter is the new shard; a new ``nn.Parameter`` takes the old one's place; a
+        new dtype or device moves the whole shard.
 
         Raises:
             UsageError: If a parameter is gone or has a shape that fits neither its piece nor the original.
         """
+        if self.orig_mode and self.flat_param.data_ptr() != self._pointers[-1]:
+            self._check_flat_shape()
+            self._point_at_shard()
         values = [self._current_value(index) for index in range(len(self.params))]
         model = self.flat_param if not self.orig_mode else self.params[0].param
         if (
@@ -478,7 +491,7 @@ class FlatParamHandle:
             or model.device != self.shard.device
             or not self.orig_mode
         ):
-            self.flat_param.data = self.flat_param.data.to(model.device, model.dtype)
+            self.flat_param.data = self._moved(self.flat_param.data.to(model.device, model.dtype))
         for value, piece in zip(values, self.pieces, strict=True):
             if value is not None and piece.in_shard.numel:
                 target = self.shard[piece.in_shard.start : piece.in_shard.stop]
@@ -490,7 +503,28 @@ class FlatParamHandle:
         self.expose_sharded()
         self.name_with(self._name_of)
 
+    def move_shard(self, shard: torch.Tensor) -> None:
+        """Let ``shard`` ``[shard_numel]``, of the same values, be the shard; parameters keep their identity.
+
+        Only while sharded.  Leaves that view the shard are made anew.
+        """
+        self.flat_param.data = shard
+        if self.aliased:
+            self._build_unsharded()
+            self.name_with(self._name_of)
+        self._point_at_shard()
+        self.expose_sharded()
+
     # -- private ---------------------------------------------------------------------------------------------------
+
+    def _settled(self, shard: torch.Tensor) -> torch.Tensor:
+        """``shard`` where shards rest."""
+        return shard
+
+    def _moved(self, shard: torch.Tensor) -> torch.Tensor:
+        """What becomes of a shard that the user moved to another device or dtype."""
+        self.device = shard.device
+        return self._settled(shard)
 
     def _cut_shard(
         self, sources: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
@@ -516,11 +550,17 @@ class FlatParamHandle:
             )
             for managed, slot in zip(self.params, self.layout.slots, strict=True)
         ]
-        hidden: list[torch.Tensor] = list(self._stand_ins)
-        if self.orig_mode:
-            hidden = [managed.param for managed in self.params]
         self._version = None
-        self._sharded_writes = self._exposure.prepare(hidden[i] for i in self._param_of_site)
+        stand_ins = self._exposure.as_attributes(self._stand_ins[i] for i in self._param_of_site)
+        users = [managed.param if self.orig_mode else None for managed in self.params]
+        self._sharded_writes = self._exposure.as_parameters(users[i] for i in self._param_of_site)
+        self._guards: Writes = ()
+        if not self.orig_mode:
+            self._sharded_writes += stand_ins
+        elif self.uses_sharded_strategy:
+            self._guards = stand_ins
+        if self._registered_in is not None:
+            self._sharded_writes += ((*self._registered_in, self.flat_param),)
 
     def _build_leaves(self, *, trained: bool) -> None:
         flat = (
@@ -539,25 +579,20 @@ class FlatParamHandle:
             source = managed.param if self.orig_mode else self.flat_param
             leaf.requires_grad_(trained and source.requires_grad)
         self._leaf_versions = _torch.sum_of_versions(self.unsharded.leaves)
-        self._leaf_writes = self._exposure.prepare(
-            self.unsharded.leaves[i] for i in self._param_of_site
-        )
+        self.unsharded.watch_frozen()
+        leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
+        self._leaf_writes = self._exposure.as_parameters(leaves)
+        if not self.orig_mode:
+            self._leaf_writes += self._exposure.as_attributes(leaves)
+        if self._registered_in is not None:
+            self._leaf_writes += ((*self._registered_in, None),)
 
     def _prepare_exposure(self) -> None:
         sites = [site for managed in self.params for site in managed.sites]
-        tables = [
-            _torch.parameter_table(site.module) if self.orig_mode else site.module.__dict__
-            for site in sites
-        ]
-        self._exposure = Exposure(
-            (table, site.name) for table, site in zip(tables, sites, strict=True)
-        )
+        self._exposure = Exposure((site.module, site.name) for site in sites)
         self._exposure.watch_recurrent(site.module for site in sites)
         self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
-        if not self.orig_mode:
-            for site in sites:
-                _torch.parameter_table(site.module).pop(site.name, None)
 
     def _point_at_shard(self) -> None:
         """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
@@ -566,8 +601,10 @@ class FlatParamHandle:
         pieces = self.split_shard(shard) if self.orig_mode else [shard[:0]] * len(self.params)
         for managed, piece in zip(self.params, pieces, strict=True):
             managed.param.data = piece
-        self._watched: list[nn.Parameter] = self.exposed
+        # In orig mode the flat one too: accelerate gives it other data, of another dtype.
+        self._watched = self.exposed if not self.orig_mode else [*self.exposed, self.flat_param]
         self._pointers = [param.data_ptr() for param in self._watched]
+        self._holds_nothing = self.orig_mode and not any(self._pointers[:-1])
         self._wanted_grads = [param.requires_grad for param in self._watched]
 
     def _current_value(self, index: int) -> torch.Tensor | None:
@@ -608,7 +645,9 @@ class FlatParamHandle:
         current: object = None
         for site in managed.sites:
             table = _torch.parameter_table(site.module)
-            current = table.get(site.name, site.module.__dict__.get(site.name))
+            current = table.get(site.name)
+            if current is None:
+                current = site.module.__dict__.get(site.name)
             if current is not managed.param and not isinstance(current, ShardedStandIn):
                 break
         return current

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .. import _torch
+from .freed import freed_storage
 from .layout import FlatLayout
 from .sharing import ManagedParam, Site
 from .views import fresh_leaves
@@ -164,12 +166,22 @@ class UnshardedStorage:
     saved, stay valid from a unit's forward to its backward.
 
     Attributes:
-        flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded.
+        flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded (see Note [Freed memory]).
         leaves: One autograd leaf a slot, the original shape.
         slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
     """
 
-    __slots__ = ("_nbytes", "_resident", "_storage", "flat", "leaves", "slices")
+    __slots__ = (
+        "_aside",
+        "_frozen",
+        "_nbytes",
+        "_resident",
+        "_storage",
+        "_versions",
+        "flat",
+        "leaves",
+        "slices",
+    )
 
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resident: bool) -> None:
         self.flat = flat
@@ -179,14 +191,43 @@ class UnshardedStorage:
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._resident = resident
+        self._frozen: tuple[torch.Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self._aside = None if resident else freed_storage(self._nbytes, flat.device)
         self.free()
+
+    def watch_frozen(self) -> None:
+        """While sharded, have autograd refuse what it has saved of leaves that take no gradients.
+
+        A gradient that arrives on a leaf tells that a backward has used freed memory; on these none ever does.  So
+        their versions change while they are freed, as if they had been written to.
+        """
+        if not self._resident:
+            self._frozen = tuple(leaf for leaf in self.leaves if not leaf.requires_grad)
+            self._versions = _torch.versions(self._frozen)
+            _torch.set_versions(self._frozen, tuple([v + 1 for v in self._versions]))
 
     def allocate(self) -> None:
         """Give the storage its memory back; the values are undefined until it is filled."""
-        if not self._resident:
+        if self._resident or self._storage.nbytes():
+            return
+        if self._aside is None:
             self._storage.resize_(self._nbytes)
+        else:
+            self._aside.resize_(self._nbytes)
+            _torch.swap_storages(self._storage, self._aside)
+        if self._frozen:
+            _torch.set_versions(self._frozen, self._versions)
 
     def free(self) -> None:
         """Release the memory; a no-op where the storage is the shard itself."""
-        if not self._resident:
+        if self._resident or not self._storage.nbytes():
+            return
+        if self._aside is not None:
+            _torch.swap_storages(self._storage, self._aside)
+            self._aside.resize_(0)
+        else:
             self._storage.resize_(0)
+        if self._frozen:
+            self._versions = _torch.versions(self._frozen)
+            _torch.set_versions(self._frozen, tuple([v + 1 for v in self._versions]))

@@ -2,9 +2,23 @@
 
 Note [Exposure]
     Module code finds a parameter by attribute lookup, which reads ``module.__dict__`` first and
-    ``module._parameters`` only if that fails.  Exposing a parameter is therefore one dictionary write: to
-    ``__dict__`` in flat mode (the parameter is not registered, so ``parameters()`` shows the flat parameter alone)
-    and to ``_parameters`` in orig mode (where the user's own ``nn.Parameter`` is registered between forwards).
+    ``module._parameters`` only if that fails.  Exposing a parameter is therefore a dictionary write or two a site:
+
+    ==============================  ====================  ======================
+    mode and moment                 ``module.__dict__``   ``module._parameters``
+    ==============================  ====================  ======================
+    flat, own forward runs          the leaf              the leaf
+    flat, else                      a stand-in            None (nothing)
+    orig, own forward runs          -                     the leaf
+    orig, another forward runs      a stand-in            the user's parameter
+    orig, no forward runs           -                     the user's parameter
+    ==============================  ====================  ======================
+
+    So ``self.parameters()`` inside a module's forward yields its whole parameters, as it does unwrapped, and the
+    flat parameter is not registered meanwhile.  In orig mode the user's own ``nn.Parameter``, over this rank's
+    piece, is what attribute lookup finds between forwards, since it is what users freeze, hook and hand to
+    optimizers; but code that runs inside a forward and reaches for a parameter of another unit means to compute
+    with it, and is told that it is sharded.
     Alternatives considered: ``setattr`` (2 us a parameter, and it insists on ``nn.Parameter``); properties on the
     class (wrong for other instances of it); parametrizations (change the class and the state-dict keys).
 """
@@ -22,7 +36,10 @@ from .. import _torch
 from ..errors import ShardedParameterError, describe
 from .layout import FlatLayout, Slot
 
-__all__ = ["Exposure", "ShardedStandIn", "fresh_leaves", "layout_views", "slot_view"]
+__all__ = ["Exposure", "ShardedStandIn", "Writes", "fresh_leaves", "layout_views", "slot_view"]
+
+Writes = tuple[tuple[dict[str, Any], str, Any], ...]
+"""Dictionary writes: where, under which name, what."""
 
 
 class ShardedStandIn(torch.Tensor):
@@ -38,15 +55,33 @@ class ShardedStandIn(torch.Tensor):
     def make(fqn: str, like: torch.Tensor, slot: Slot, *, requires_grad: bool) -> ShardedStandIn:
         """Build the stand-in of the parameter ``fqn``, which lies in ``slot``; dtype and device as ``like``."""
         made = _torch.make_raising_tensor(
-            ShardedStandIn, like, torch.Size(slot.shape), slot.stride, like.dtype
+            ShardedStandIn,
+            like,
+            torch.Size(slot.shape),
+            slot.stride,
+            like.dtype,
+            requires_grad=requires_grad,
         )
         assert isinstance(made, ShardedStandIn)
         made.fqn = fqn
-        made.requires_grad = requires_grad
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<sharded parameter {self.fqn!r} of shape {tuple(self.shape)}, {self.dtype}>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Refuse what needs no operation and would be done to the stand-in, to no effect."""
+        refused = _REFUSED.get(func)
+        if refused is not None:
+            raise _replaced(refused, args[0].fqn)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -78,6 +113,35 @@ def _touched(what: str, fqn: str | None) -> ShardedParameterError:
             remedy="Read it inside `with FSDP.summon_full_params(model):`, or call the module that owns it "
             "instead of using its parameter directly, or name the method that uses it in "
             "`register_forward_method`.",
+        ),
+        fqn=fqn,
+    )
+
+
+_TENSOR: Any = torch.Tensor  # whose annotations speak of instances
+_REFUSED = {
+    _TENSOR.grad.__get__: "reading the gradient",
+    _TENSOR.grad.__set__: "setting the gradient",
+    _TENSOR.data.__set__: "setting the data",
+    _TENSOR.requires_grad.__set__: "freezing or thawing",
+    torch.Tensor.requires_grad_: "freezing or thawing",
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    torch.Tensor.retain_grad: "retain_grad",
+    torch.Tensor.untyped_storage: "reading the storage",
+    torch.Tensor.data_ptr: "reading the address",
+    torch.Tensor.share_memory_: "sharing the memory",
+    torch.Tensor.__reduce_ex__: "pickling",
+}
+
+
+def _replaced(what: str, fqn: str) -> ShardedParameterError:
+    return ShardedParameterError(
+        describe(
+            f"{what} of a parameter that is sharded across ranks, whose place something else has taken",
+            fqn=fqn,
+            remedy="Do it before wrapping, inside `with FSDP.summon_full_params(model, with_grads=True):`, or wrap "
+            "with use_orig_params=True and do it between forwards.",
         ),
         fqn=fqn,
     )
@@ -117,10 +181,12 @@ def fresh_leaves(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 
 
 class Exposure:
-    """A prepared set of dictionary writes that shows one tensor at each site (see Note [Exposure])."""
+    """Prepared dictionary writes that show one tensor at each site (see Note [Exposure])."""
 
-    def __init__(self, sites: Iterable[tuple[dict[str, Any], str]]) -> None:
-        self._sites = tuple(sites)
+    def __init__(self, sites: Iterable[tuple[nn.Module, str]]) -> None:
+        self._sites = [
+            (vars(module), _torch.parameter_table(module), name) for module, name in sites
+        ]
         self._recurrent: tuple[nn.Module, ...] = ()
 
     def watch_recurrent(self, modules: Iterable[nn.Module]) -> None:
@@ -128,15 +194,18 @@ class Exposure:
         unique = dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase))
         self._recurrent = tuple(unique)
 
-    def prepare(self, tensors: Iterable[Any]) -> tuple[tuple[dict[str, Any], str, Any], ...]:
-        """Pair every site with its tensor; pass the result to :meth:`show`."""
-        return tuple(
-            (table, name, tensor)
-            for (table, name), tensor in zip(self._sites, tensors, strict=True)
-        )
+    def as_attributes(self, tensors: Iterable[Any]) -> Writes:
+        """Write each tensor where attribute lookup finds it first."""
+        pairs = zip(self._sites, tensors, strict=True)
+        return tuple((attributes, name, tensor) for (attributes, _, name), tensor in pairs)
 
-    def show(self, writes: tuple[tuple[dict[str, Any], str, Any], ...]) -> None:
-        """Write each tensor to its site."""
+    def as_parameters(self, tensors: Iterable[Any]) -> Writes:
+        """Write each tensor where ``parameters()`` finds it; None for nothing."""
+        pairs = zip(self._sites, tensors, strict=True)
+        return tuple((table, name, tensor) for (_, table, name), tensor in pairs)
+
+    def show(self, writes: Writes) -> None:
+        """Make the writes."""
         for table, name, tensor in writes:
             table[name] = tensor
         for module in self._recurrent:

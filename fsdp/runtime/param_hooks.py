@@ -8,18 +8,25 @@ Note [Hooks of parameters]
     on a rank that holds nothing of the parameter.
     In flat mode hooks of the first kind belong on the original parameters, before wrapping, and those of the second
     on the flat ones; the other combinations would never run, and are refused.
+
+Note [Gradients past the leaves]
+    A gradient reaches a sharded parameter itself only if somebody computed with it outside its unit's forward: with
+    this rank's piece, that is, and nobody would reduce the gradient.  An own hook of ours on each such parameter
+    refuses it.  Zeros pass (``loss + 0 * sum(p.sum() for p in model.parameters())``), and so does what is done to
+    the whole parameters under ``summon_full_params``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import UsageError, describe
+from ..errors import ShardedParameterError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 
 __all__ = ["ParamHooks", "run_post_accumulate_hooks"]
@@ -32,12 +39,24 @@ class ParamHooks:
         self._handles: Sequence[FlatParamHandle] = ()
         self._watched: list[nn.Parameter] = []
         self._bridges: dict[nn.Parameter, Any] = {}
+        self._refusals: list[Any] = []
 
-    def watch(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Look after the parameters of ``handles``, whose leaves may be new."""
-        for bridge in self._bridges.values():
-            bridge.remove()
+    def watch(self, handles: Sequence[FlatParamHandle], *, reduced: bool) -> None:
+        """Look after the parameters of ``handles``, whose leaves may be new.
+
+        Args:
+            handles: Of one unit.
+            reduced: Whether other ranks have gradients of them.
+        """
+        for hook in (*self._bridges.values(), *self._refusals):
+            hook.remove()
         self._bridges = {}
+        self._refusals = [
+            param.register_hook(_Refusal(handle, index))
+            for handle in handles
+            for index, param in enumerate(handle.exposed)
+            if reduced and param.requires_grad
+        ]
         self._handles = handles
         self._watched = [managed.param for handle in handles for managed in handle.params]
         self._watched += [handle.flat_param for handle in handles if not handle.orig_mode]
@@ -48,14 +67,15 @@ class ParamHooks:
         Raises:
             UsageError: If one would never run; names the parameter.
         """
-        if not _torch.any_hooks(self._watched):
+        theirs = _torch.count_grad_hooks(self._watched) > len(self._refusals)
+        if not theirs and not _torch.any_post_accumulate_hooks(self._watched):
             return
         for handle in self._handles:
             if not handle.orig_mode:
                 _check_flat(handle)
             for managed, leaf in zip(handle.params, handle.unsharded.leaves, strict=True):
                 param = managed.param
-                if _torch.grad_hooks(param) and leaf.requires_grad and param not in self._bridges:
+                if _users_hooks(param) and leaf.requires_grad and param not in self._bridges:
                     self._bridges[param] = leaf.register_hook(_Bridge(param))
 
 
@@ -68,15 +88,47 @@ class _Bridge:
         self._param = param
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        for hook in _torch.grad_hooks(self._param):
+        for hook in _users_hooks(self._param):
             changed = hook(grad)
             grad = grad if changed is None else changed
         return grad
 
 
+class _Refusal:
+    """Our own hook on an exposed parameter (see Note [Gradients past the leaves])."""
+
+    __slots__ = ("_handle", "_index")
+
+    def __init__(self, handle: FlatParamHandle, index: int) -> None:
+        # Weakly, because the garbage collector does not look into a tensor's hooks.
+        self._handle = weakref.ref(handle)
+        self._index = index
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        handle = self._handle()
+        if handle is None or handle.shows_full or not grad.any():
+            return
+        fqn = handle.fqns[self._index]
+        raise ShardedParameterError(
+            describe(
+                "a gradient reached a sharded parameter itself: it was computed with outside its module's forward, "
+                "where it is this rank's piece, and the gradient would not be reduced",
+                fqn=fqn,
+                remedy="Compute inside the forward of the module that owns it. For a penalty on the parameters use "
+                "the optimizer's weight_decay, or add its gradient to `.grad` under torch.no_grad() after backward; "
+                "whole parameters are there inside `with FSDP.summon_full_params(model):`.",
+            ),
+            fqn=fqn,
+        )
+
+
+def _users_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    return [hook for hook in _torch.grad_hooks(param) if not isinstance(hook, _Refusal)]
+
+
 def _check_flat(handle: FlatParamHandle) -> None:
     refused = {
-        "register_hook on a flat parameter": _torch.grad_hooks(handle.flat_param),
+        "register_hook on a flat parameter": _users_hooks(handle.flat_param),
         "register_post_accumulate_grad_hook on a parameter that a flat one has replaced": [
             hook
             for managed in handle.params
@@ -104,7 +156,7 @@ def run_post_accumulate_hooks(handle: FlatParamHandle, used: Sequence[bool]) -> 
         used: For each exposed parameter whether it was.
     """
     exposed = handle.exposed
-    if not _torch.any_hooks(exposed):
+    if not _torch.any_post_accumulate_hooks(exposed):
         return
     for param, is_used in zip(exposed, used, strict=True):
         for hook in _torch.post_accumulate_hooks(param) if is_used else ():

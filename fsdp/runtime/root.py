@@ -25,6 +25,8 @@ from .usage import Usage, agree
 
 __all__ = ["Root"]
 
+_OF_HOOKS = (__name__, Unit.__module__)
+
 _REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}  # by whether the host runs the computation itself
 _SMALL_BYTES = (
     4 << 20
@@ -67,6 +69,7 @@ class Root:
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
         in_full_precision: Whether the running forward computes in the shards' own dtype.
+        guarding: Whether a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
@@ -80,6 +83,7 @@ class Root:
         self.started = False
         self.entered_with_grad = False
         self.in_full_precision = False
+        self.guarding = False
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
@@ -153,6 +157,9 @@ class Root:
             and not entry.module.training
         )
         self._reshard_all()
+        self.guarding = True
+        for unit in self.units:
+            unit.guard()
         if entry.index == 0:
             self.order.start_iteration()
         self.streams.start_step()
@@ -190,6 +197,9 @@ class Root:
         if not _torch.in_backward():
             self._entry_frame = None
             self.in_full_precision = False
+            self.guarding = False
+            for unit in self.units:
+                unit.unguard()
             self._order_is_agreed = self._order_is_agreed or not self.lockstep.on
             if self.lockstep.on:
                 self.lockstep.gather_all()
@@ -302,6 +312,7 @@ class Root:
         for unit in reversed(self.units):
             if unit.partly_arrived or (unit.accumulating and unit.sync_gradients):
                 unit.finish_backward()
+            unit.disarm()
         if self.lockstep.on:
             self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()
@@ -368,6 +379,7 @@ class Root:
     def reset(self) -> None:
         """Forget a step that failed half way; published gradients stay.  Collective: none."""
         self.stack.clear()
+        self.guarding = False
         self.usage.clear()
         self.in_full_precision = False
         self._backward_frame = None
@@ -393,10 +405,10 @@ def _caller_of_caller() -> FrameType | None:
 
 
 def _engine_frame() -> FrameType | None:
-    """The frame that called into autograd, from a function two calls below an autograd hook; None on its threads."""
+    """The frame that called into autograd, from an autograd hook of ours; None on autograd's own threads."""
     frame = inspect.currentframe()
-    for _ in range(3):
-        frame = frame.f_back if frame is not None else None
+    while frame is not None and frame.f_globals["__name__"] in _OF_HOOKS:
+        frame = frame.f_back
     return frame
 
 

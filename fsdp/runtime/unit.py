@@ -20,8 +20,15 @@ from ..comm.entry import EntryGate, naming_failures
 from ..comm.loopback import Loopback
 from ..comm.topology import NodeGroups
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
+from ..errors import (
+    ShardedParameterError,
+    TrainingStateError,
+    UnsupportedError,
+    UsageError,
+    describe,
+)
 from ..flat.handle import FlatParamHandle
+from ..flat.views import Writes
 from ..names import join_names
 from . import precision
 from .gradients import Gradients
@@ -111,6 +118,8 @@ class Unit:
     root: Root
     _inputs_want_grads = False
     _awaits_inputs = False
+    _guarded = False
+    _guards: Writes = ()
 
     def __init__(
         self,
@@ -278,6 +287,8 @@ class Unit:
     def _show_leaves(self) -> None:
         if not self._shows_leaves:
             self._shows_leaves = True
+            if self._guarded:
+                self.unguard()
             for handle in self.handles:
                 handle.expose_leaves()
 
@@ -290,6 +301,22 @@ class Unit:
         self._shows_leaves = False
         for handle in self.handles:
             handle.expose_sharded()
+        if self.root.guarding:
+            self.guard()
+
+    def guard(self) -> None:
+        """A forward runs, and not the unit's own: refuse to compute with pieces (see Note [Exposure])."""
+        if self._guards and not self.summoned:
+            self._guarded = True
+            for table, name, stand_in in self._guards:
+                table[name] = stand_in
+
+    def unguard(self) -> None:
+        """Let attribute lookup find the user's parameters again."""
+        if self._guarded:
+            self._guarded = False
+            for table, name, _ in self._guards:
+                table.pop(name, None)
 
     def _edited_while_rounded(self, handle: FlatParamHandle) -> UnsupportedError:
         return UnsupportedError(
@@ -352,7 +379,9 @@ class Unit:
         self.in_full_precision = False
         for handle in self.handles:
             handle.use_full_precision(wanted=False)
-        self._param_hooks.watch(self.handles)
+        self._param_hooks.watch(self.handles, reduced=self.world_size > 1)
+        self.unguard()
+        self._guards = tuple(write for handle in self.handles for write in handle.guards)
         self._plan_gather()
         self._may_overflow = any(
             self.reduce_dtype(handle) is torch.float16 for handle in self.handles
@@ -373,12 +402,12 @@ class Unit:
             unit = me()
             if unit is not None:
                 unit._missing -= 1  # noqa: SLF001 its own, without the price of a call
-                if not unit._missing:  # noqa: SLF001
+                if unit._missing <= 0:  # noqa: SLF001
                     unit._all_arrived()  # noqa: SLF001
 
         self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected: int = len(leaves)
-        self._missing: int = self._expected
+        self.disarm()
 
     def _plan_gather(self) -> None:
         self._gathered = [handle for handle in self.handles if not handle.aliased]
@@ -528,23 +557,31 @@ class Unit:
         tables = self._module_tables
         if sum(map(len, tables)) != self._module_table_sizes:
             self._find_attributes()
+        changed = [
+            (table, name) for table, name, seen in self._plain if table.get(name) is not seen
+        ]
         return [
             tensor
-            for table, name in self._attributes
+            for table, name in (*self._attributes, *changed)
             for tensor in _tensors_of(table.get(name))
             if tensor.grad_fn is not None
         ]
 
     def _find_attributes(self) -> None:
-        """Where the unit's modules keep attributes of their own, which a forward might set to tensors."""
+        """Where the unit's modules keep attributes of their own, which a forward might set to tensors.
+
+        Apart from those whose present values, a number say, hold none.
+        """
         sites = [site for handle in self.handles for param in handle.params for site in param.sites]
         shown = {(site.module, site.name) for site in sites}
-        self._attributes = [
-            (vars(module), name)
+        found = [
+            (vars(module), name, value)
             for module in self.modules
-            for name in vars(module)
+            for name, value in vars(module).items()
             if name not in _ATTRIBUTES_OF_ALL_MODULES and (module, name) not in shown
         ]
+        self._attributes = [(table, name) for table, name, value in found if _may_hold(value)]
+        self._plain = [entry for entry in found if not _may_hold(entry[2])]
         self._module_tables = [vars(module) for module in self.modules]
         self._module_table_sizes = sum(map(len, self._module_tables))
 
@@ -589,6 +626,8 @@ class Unit:
 
         Collective: every rank of the shard group.
         """
+        if self.summoned:  # whole as they are; forwards of units inside check by themselves
+            return method(*args, **kwargs)
         changed = self._pre_forward(self.module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         output = cast = None
@@ -613,6 +652,8 @@ class Unit:
         elif inside and (self.residency is Residency.UNSHARDED or root.is_done(self)):
             return
         self._backward_task = _torch.backward_task()
+        if not self._armed:
+            self._arm()
         if self.residency is not Residency.UNSHARDED:
             self.start_unshard()
             self.wait_unshard()
@@ -620,17 +661,58 @@ class Unit:
         self._show_leaves()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
 
+    def _arm(self) -> None:
+        """Gradients are about to arrive, one on each leaf if all parameters were used."""
+        self._armed = True
+        self._missing = self._expected
+
+    def disarm(self) -> None:
+        """No gradient is expected: the next one that arrives is the first of a backward."""
+        self._armed = False
+        self._missing = 0
+
     def _all_arrived(self) -> None:
-        """Every leaf has its gradient."""
+        """Every leaf has its gradient; or one has, and none was expected."""
+        if not self._armed:
+            self._unawaited()
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
         # leaf; the unit is then finished at the end.
-        if self._backward_task in (None, _torch.backward_task()):
+        if not self._missing and self._backward_task in (None, _torch.backward_task()):
             self.finish_backward()
+
+    def _unawaited(self) -> None:
+        """A gradient has arrived past everything that would have announced it.
+
+        Right if the parameters were whole all the time, or their gradients have come once in this backward already.
+
+        Raises:
+            ShardedParameterError: If what computed the gradient has read freed memory.
+        """
+        root = self.root
+        if root.backward_was_lost():
+            root.reset()
+        if self._gathers and self.residency is Residency.SHARDED and not root.is_done(self):
+            fqn = self.handles[0].fqns[0]
+            raise ShardedParameterError(
+                describe(
+                    "a backward started at a tensor from inside the unit that was kept where nobody looks (in a "
+                    "closure, say), and came to the unit's parameters while they were sharded",
+                    unit=self.name,
+                    fqn=fqn,
+                    remedy="Return the tensor from a module's forward, leave it on a module, or put it into a list or "
+                    "dictionary that is an argument.",
+                ),
+                fqn=fqn,
+            )
+        if not root.backward_running:
+            root.begin_backward()
+        self._arm()
+        self._missing -= 1
 
     @property
     def partly_arrived(self) -> bool:
         """Whether some of the leaves have gradients and others have not."""
-        return self._missing != self._expected
+        return self._armed and self._missing != self._expected
 
     def finish_backward(self) -> None:
         """Reduce what has arrived (or keep it, inside ``no_sync``) and free the parameters.
@@ -640,7 +722,7 @@ class Unit:
         root = self.root
         if not root.backward_running:
             root.begin_backward()
-        self._missing = self._expected
+        self.disarm()
         self._backward_task = None
         if self._reads_frozen and self._inputs_want_grads:
             self._awaits_inputs = True
@@ -727,11 +809,17 @@ class Unit:
     def reset(self) -> None:
         """Forget a step that failed half way: gradients on the leaves, exposure, gathered parameters."""
         self._active = 0
-        self._missing = self._expected
+        self.disarm()
         self.gradients.reset()
+        self.unguard()
         if not self.summoned:
             self._show_sharded()
         self.reshard()
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether ``value`` is, or might come to hold, what :func:`_tensors_of` finds."""
+    return isinstance(value, torch.Tensor) or type(value) in (list, tuple, dict)
 
 
 def _tensors_of(value: Any) -> Sequence[torch.Tensor]:

@@ -1,19 +1,24 @@
 """Touching a sharded parameter is an error that names it and the remedy; the process never crashes.
 
-With ``use_orig_params=True`` users hold their own parameters over this rank's pieces: plain tensors, which say by
-``fsdp_shape`` what they are pieces of.
+With ``use_orig_params=True`` users hold their own parameters over this rank's pieces between forwards: plain tensors,
+which say by ``fsdp_shape`` what they are pieces of, for optimizers, clipping and averages.  What would be wrong is
+refused: computing with them inside the forward of another module, and a gradient that reaches them.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy, _torch
 from fsdp.errors import ShardedParameterError
 from tests.support.ranks import run_ranks
-from tests.support.scripts import batch, build, wrap
+from tests.support.scripts import Block, Net, batch, build, check_script, wrap
 
 TOUCHES = {
     "sum": lambda w: w.sum(),
@@ -29,6 +34,18 @@ TOUCHES = {
     "list": lambda w: torch.stack([w, w]),
     "print_values": lambda w: w.tolist(),
 }
+SETTINGS = {
+    "grad": lambda w: w.grad,
+    "set_grad": lambda w: setattr(w, "grad", torch.zeros(15, 7)),
+    "set_data": lambda w: setattr(w, "data", torch.zeros(15, 7)),
+    "freeze": lambda w: w.requires_grad_(False),
+    "set_requires_grad": lambda w: setattr(w, "requires_grad", False),
+    "hook": lambda w: w.register_hook(lambda grad: grad * 2),
+    "post_hook": lambda w: w.register_post_accumulate_grad_hook(lambda param: None),
+    "pickle": lambda w: w.__reduce_ex__(2),
+    "address": lambda w: w.data_ptr(),
+    "share": lambda w: w.share_memory_(),
+}
 
 
 def touched(when):
@@ -43,7 +60,7 @@ def touched(when):
     assert tuple(weight.shape) == (15, 7)
     assert weight.dtype is torch.float32
     assert "blocks.1.up.weight" in repr(weight)
-    for name, touch in TOUCHES.items():
+    for name, touch in (TOUCHES | SETTINGS).items():
         with pytest.raises(ShardedParameterError, match="summon_full_params") as caught:
             touch(weight)
         assert caught.value.fqn == "blocks.1.up.weight", name
@@ -74,3 +91,137 @@ def pieces():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_orig_parameters_are_pieces_that_add_up_to_the_whole(world_size):
     run_ranks(pieces, world_size)
+
+
+class ReachingNet(Net):
+    """Its forward uses a parameter of a block, as models do that tie their head by hand."""
+
+    reach = staticmethod(lambda h, block: h + block.up.bias[:1])
+
+    def forward(self, x):
+        return self.out(self.reach(self.features(x), self.blocks[1]))
+
+
+REACHES = {
+    "broadcasting": lambda h, block: h + block.up.bias[:1],
+    "linear": lambda h, block: nn.functional.linear(h, block.up.weight)[:, :7],
+    "penalty": lambda h, block: h + block.norm.weight.square().sum(),
+}
+
+
+def reached(use_orig_params):
+    rank = dist.get_rank()
+    for reach in REACHES.values():
+        plain = build(ReachingNet)
+        plain.reach = reach
+        model = wrap(plain, {Block}, use_orig_params=use_orig_params)
+        bound = model.module.blocks[1].module
+        if use_orig_params and dist.get_world_size() == 1:
+            model(batch(rank))  # the piece is the whole
+            continue
+        with pytest.raises(ShardedParameterError, match="summon_full_params") as caught:
+            model(batch(rank))
+        assert caught.value.fqn.startswith("blocks.1.")
+        with torch.no_grad(), pytest.raises(ShardedParameterError):
+            model(batch(rank))
+        if use_orig_params:
+            assert dict(model.named_parameters())["blocks.1.up.weight"] is bound.up.weight
+        plain.reach = lambda h, block: h
+        model(batch(rank)).sum().backward()  # as usable as before
+        if use_orig_params:
+            assert isinstance(bound.up.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_forward_that_reaches_for_the_parameter_of_another_unit_is_refused(
+    world_size, use_orig_params
+):
+    run_ranks(reached, world_size, use_orig_params)
+
+
+def computed_with_pieces(use_orig_params, kwargs):
+    model = wrap(build(), use_orig_params=use_orig_params, **kwargs)
+    penalty = sum(param.norm() for param in model.parameters())
+    loss = model(batch(dist.get_rank())).square().sum() + penalty
+    if dist.get_world_size() == 1:
+        loss.backward()  # the pieces are the parameters
+        return
+    with pytest.raises(ShardedParameterError, match="weight_decay"):
+        loss.backward()
+    model.zero_grad()
+    loss = model(batch(dist.get_rank())).square().sum()
+    (loss + 0 * sum(param.sum() for param in model.parameters())).backward()
+    with torch.no_grad():
+        assert sum(param.norm() for param in model.parameters()) > 0  # pieces are no secret
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_that_would_stay_on_one_rank_is_refused(world_size, use_orig_params):
+    run_ranks(computed_with_pieces, world_size, use_orig_params, {})
+
+
+def test_a_gradient_past_the_reduction_is_refused_under_no_shard_too():
+    run_ranks(computed_with_pieces, 2, True, {"sharding_strategy": ShardingStrategy.NO_SHARD})
+
+
+class Penalised(Net):
+    """Its modules look through their own parameters inside their forwards."""
+
+    class Part(Block):
+        def forward(self, x):
+            assert [name for name, _ in self.named_parameters()][:2] == ["norm.weight", "norm.bias"]
+            return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Part(7) for _ in range(2))
+
+    def forward(self, x):
+        own = [*self.inp.parameters(), *self.out.parameters()]
+        assert {id(param) for param in own} <= {id(param) for param in self.parameters()}
+        assert next(self.parameters()).shape == (7, 5)
+        return super().forward(x) * own[0].square().mean() + sum(p.abs().sum() for p in own)
+
+
+def looked_through():
+    def script(model, rank):
+        for step in range(2):
+            model(batch(rank, step)).square().sum().backward()
+            kinds = {type(param) for param in model.parameters()}
+            assert kinds == {nn.Parameter}, kinds  # outside, parameters are what they were
+
+    check_script(script, Penalised, {Penalised.Part})
+    check_script(script, Penalised, set())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inside_its_forward_a_module_finds_its_own_parameters_whole(world_size):
+    run_ranks(looked_through, world_size)
+
+
+def kept_leaves(use_orig_params):
+    model = wrap(build(), use_orig_params=use_orig_params)
+    kept = []
+    up = model.module.blocks[1].module.up
+    up.register_forward_hook(lambda module, args, out: kept.append(module.weight))
+    model(batch(dist.get_rank())).sum().backward()
+    with torch.no_grad():
+        if dist.get_world_size() > 1 and _torch.can_swap_storages():
+            assert not torch.isfinite(kept[0].clone()).any()
+        for weight in (kept[0], kept[0].detach()):
+            for touch in (*TOUCHES.values(), torch.exp, torch.norm, lambda w: w + 1, torch.sort):
+                with contextlib.suppress(RuntimeError):
+                    touch(weight)
+    model(batch(dist.get_rank())).sum().backward()
+    state = model.state_dict()
+    assert all(value.isfinite().all() for value in state.values()) or dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_a_hook_kept_is_no_number_once_freed_and_never_a_crash(
+    world_size, use_orig_params
+):
+    run_ranks(kept_leaves, world_size, use_orig_params)
