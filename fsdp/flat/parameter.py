@@ -15,6 +15,7 @@ from .. import _torch
 from .freed import freed_storage
 from .layout import FlatLayout
 from .sharing import ManagedParam, Site
+from .slices import RankSlices
 from .views import fresh_leaves
 
 __all__ = [
@@ -186,8 +187,7 @@ class UnshardedStorage:
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resident: bool) -> None:
         self.flat = flat
         self.leaves = fresh_leaves(flat, layout)
-        owned = [layout.owned(rank) for rank in range(layout.world_size)]
-        self.slices = [flat[span.start : span.stop] for span in owned]
+        self.slices = RankSlices(flat, layout.world_size)
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._resident = resident

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..flat.layout import FlatLayout
+from ..flat.slices import RankSlices
 from ..flat.views import layout_views
 
 __all__ = ["BufferPool", "GradBuffer"]
@@ -23,8 +24,7 @@ class GradBuffer:
     def __init__(self, flat: torch.Tensor, layout: FlatLayout) -> None:
         self.flat = flat
         self.views = layout_views(flat, layout)
-        owned = [layout.owned(rank) for rank in range(layout.world_size)]
-        self.slices = [flat[span.start : span.stop] for span in owned]
+        self.slices = RankSlices(flat, layout.world_size)
         self.clear_gaps(layout)
 
     def clear_gaps(self, layout: FlatLayout) -> None:
