@@ -39,7 +39,10 @@ class Streams(Protocol):
     host_synchronous: bool
 
     def start_step(self) -> None:
-        """Let gathers see what compute has written into shards so far (the optimizer step)."""
+        """A forward begins: let gathers see what compute has written into shards so far (the optimizer step)."""
+
+    def shards_written(self) -> None:
+        """Let gathers see what compute has written into shards just now."""
 
     def run_gather(self, launch: Callable[[], Work]) -> Work:
         """Fill and gather; waiting on the result makes compute see the gathered values."""
@@ -62,6 +65,9 @@ class HostStreams:
     host_synchronous = True
 
     def start_step(self) -> None:
+        """Nothing to order."""
+
+    def shards_written(self) -> None:
         """Nothing to order."""
 
     def run_gather(self, launch: Callable[[], Work]) -> Work:
@@ -116,11 +122,15 @@ class DeviceStreams:
         self._releases: dict[Any, Any] = {}  # how far each of them was, until gathers know of it
 
     def start_step(self) -> None:
-        """The gather stream waits for the compute stream."""
+        """Gathers of this forward come after all that the current stream has been given."""
         if _capturing(self._module):
             # Capture began with an idle device, and may not wait for what was recorded before it.
             self._releases.clear()
         self._users.clear()
+        self.shards_written()
+
+    def shards_written(self) -> None:
+        """The gather stream waits for the compute stream."""
         # Order: optimizer step (compute) -> gather.  Without it shards are read while they are updated.
         self._gather.wait_stream(self._module.current_stream(self._device))
 

@@ -343,7 +343,7 @@ class Unit:
             with torch.inference_mode(mode=False), torch.no_grad():
                 for handle in changed:
                     handle.adopt_changes()
-            self.root.streams.start_step()
+            self.root.streams.shards_written()
             self._prepare()
         self._param_hooks.follow()
 

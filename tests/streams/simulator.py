@@ -84,11 +84,19 @@ class Event:
     def __init__(self, **_: Any) -> None:
         self.clock: Clock = {}
         self.time = 0.0
+        self._machine: Machine | None = None
 
     def record(self, stream: Stream) -> None:
         """Remember how far ``stream`` is."""
         self.clock = dict(stream.clock)
         self.time = stream.now
+        self._machine = stream.machine
+
+    def synchronize(self) -> None:
+        """The host waits for what was recorded."""
+        if self._machine is not None:
+            self._machine.synchronisations.append("event")
+            _join(self._machine.host, self.clock)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.streams.simulator import Machine
 STREAMS = Path(fsdp.runtime.streams.__file__)
 # Functions with a wait, and below which callers it is to be left out.
 WAITS = [
-    ("start_step", None),
+    ("shards_written", None),
     ("run_gather", None),
     ("run_reduce", None),
     ("wait", "wait_unshard"),
