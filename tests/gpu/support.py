@@ -17,7 +17,8 @@ from torch import nn
 import fsdp.init.build
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
-from fsdp.comm.process_group import PointToPointCollectives, StagedCollectives
+from fsdp.comm.collectives import Gather, Reduce
+from fsdp.comm.process_group import NativeCollectives, PointToPointCollectives, StagedCollectives
 from fsdp.runtime.held import units_in
 from fsdp.runtime.root import Root
 from fsdp.runtime.streams import DeviceStreams
@@ -143,13 +144,43 @@ def take_step(
     optimizer.zero_grad()
 
 
-def train_wrapped(device: str, setup: Setup, *, staged: bool = False) -> dict[str, torch.Tensor]:
-    """As one rank: wrap, train; ``staged`` goes through host memory wherever tensors are."""
+def train_wrapped(device: str, setup: Setup, over: str) -> dict[str, torch.Tensor]:
+    """As one rank: wrap, train.
+
+    ``over`` says how ranks talk: ``"backend"`` by its own collectives, of one rank too; ``"host"`` through host memory,
+    wherever tensors are.
+    """
     if device == "cuda":
         torch.cuda.set_device(0)
-    if staged:
-        fsdp.init.build.collectives_for = _staged
+    fsdp.init.build.collectives_for = {"backend": _native, "host": _staged}[over]
     return train(wrap(setup, device), setup, device)
+
+
+def _native(group: Any, device: torch.device) -> Any:
+    if group is None or device.type == "cpu":
+        return fsdp.comm.process_group.collectives_for(group, device)
+    return NativeCollectives(group, device)
+
+
+def native_collectives(device: str) -> list[torch.Tensor]:
+    """What the backend's collectives of one rank leave behind, each waited on."""
+    on = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    group = dist.group.WORLD
+    collectives = NativeCollectives(group, on)
+    wholes = [torch.arange(4.0, device=on), torch.arange(6, dtype=torch.bfloat16, device=on)]
+    gathers = [Gather(whole, [whole]) for whole in wholes]
+    collectives.all_gather(gathers[:1]).wait()
+    collectives.all_gather(gathers).wait()
+    outs = [torch.empty_like(whole) for whole in wholes]
+    reduces = [Reduce(whole, [whole], out) for whole, out in zip(wholes, outs, strict=True)]
+    collectives.reduce_scatter(reduces[:1]).wait()
+    collectives.reduce_scatter(reduces).wait()
+    collectives.all_reduce(outs).wait()
+    collectives.all_reduce(outs[:1], op="max").wait()
+    collectives.broadcast(outs).wait()
+    told, heard = wholes[0].view(torch.uint8), torch.zeros(16, dtype=torch.uint8, device=on)
+    collectives.exchange([told], [heard]).wait()
+    return [*outs, heard.view(torch.float32)]
 
 
 def _staged(group: Any, device: torch.device) -> Any:

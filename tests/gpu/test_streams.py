@@ -7,7 +7,7 @@ Every scenario runs on the CPU as well, without the checks that need a GPU.
 from __future__ import annotations
 
 import contextlib
-import sys
+import gc
 
 import pytest
 import torch
@@ -24,9 +24,7 @@ from tests.gpu.support import (
     train,
     wrap,
 )
-from tools.bench import cuda_overlap
 from tools.bench.loopback import loopback_group
-from tools.bench.models import Shape
 
 RANKS = 4
 TRAINED = [name for name in SETUPS if name != "no shard"]
@@ -92,6 +90,7 @@ def test_the_allocator_has_all_it_needs_after_two_steps(name):
     seen = []
     for step in range(4):
         take_step(model, optimizer, setup, "cuda", step)
+        gc.collect()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         names = ("reserved_bytes.all.current", "segment.all.allocated", "num_alloc_retries")
@@ -99,10 +98,12 @@ def test_the_allocator_has_all_it_needs_after_two_steps(name):
     assert seen == [seen[0]] * 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("device", "seed"),
+    [("cpu", 0), *(pytest.param("cuda", seed, marks=pytest.mark.gpu) for seed in range(5))],
+)
 @pytest.mark.parametrize("name", TRAINED)
-def test_streams_that_are_slow_at_random_change_nothing(name, seed, device):
+def test_streams_that_are_slow_at_random_change_nothing(name, device, seed):
     setup = SETUPS[name]
     expected = train(wrap(setup, device), setup, device, steps=6)
     model = wrap(setup, device)
@@ -212,22 +213,3 @@ def test_a_step_can_be_captured_in_a_graph():
     torch.cuda.synchronize()
     for param, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
-
-
-@pytest.mark.gpu
-def test_every_contender_runs_over_every_network():
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    shape = Shape(2, dim=256, heads=4, vocabulary=64, batch=2, sequence=64, hidden=512)
-    result = cuda_overlap.measure(
-        shape=vars(shape),
-        world_size=8,
-        networks=["free", "nvlink", "ib"],
-        rounds=1,
-        steps=1,
-        seed=0,
-        device="cuda",
-    )
-    sys.stdout.write(cuda_overlap.table("ib", "ib", result["samples"], {}).text())
-    assert not result["failures"]
