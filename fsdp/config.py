@@ -5,6 +5,7 @@ Pure: no process groups, no modules.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
@@ -235,20 +236,47 @@ class MixedPrecision(_ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class CPUOffload(_ShortRepr):
-    """Where shards rest between uses.
+    """Where shards rest between uses; see ``docs/how-to/offload.md``.
 
     Attributes:
         offload_params: Keep parameter shards and gradients on the CPU, where the optimizer then runs: device memory
             in exchange for a copy in and out of every unit, and for the slower optimizer.
+        offload_optimizer: The same, but the device keeps a copy of its shard in the compute dtype: one copy to the
+            device a forward instead of one a gather, for the memory of that copy.  What leaves the device is what
+            the optimizer needs: the shards it steps, their gradients, its state.
+        folder: Keep shards and gradients in files mapped from this folder, on a disk, for models larger than the
+            host's memory; with :class:`fsdp.optim.paged.PagedOptimizer` optimizer states too.
 
     Raises:
-        ConfigTypeError: If ``offload_params`` is no truth value.
+        ConfigTypeError: If a flag is no truth value, or ``folder`` no path.
+        ConfigError: If both flags are set, or ``folder`` alone.
     """
 
     offload_params: bool = False
+    offload_optimizer: bool = False
+    folder: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_flags(self, "offload_params")
+        _check_flags(self, "offload_params", "offload_optimizer")
+        if self.folder is not None and not isinstance(self.folder, str | os.PathLike):
+            raise ConfigTypeError(
+                f"CPUOffload.folder is a {type(self.folder).__name__}: expected a path or None."
+            )
+        if self.offload_params and self.offload_optimizer:
+            raise ConfigError(
+                "CPUOffload has both offload_params and offload_optimizer: offload_params takes the optimizer along "
+                "already; set offload_optimizer alone to keep a copy of the shards on the device."
+            )
+        if self.folder is not None and not self.is_on:
+            raise ConfigError(
+                f"CPUOffload.folder is {str(self.folder)!r} but nothing is offloaded: set offload_params=True, or "
+                "offload_optimizer=True."
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether shards rest on the host."""
+        return bool(self.offload_params or self.offload_optimizer)
 
 
 # The configs below are not frozen: accelerate and what is built on it assign to their fields between saves.

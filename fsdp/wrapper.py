@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from .errors import (
     describe,
 )
 from .flat.handle import FlatParamHandle
+from .flat.offloaded import home_on
 from .flat.parameter import FlatParameter
 from .init.arguments import check_offload, divisor_of, of_type, one_of, override, policy_named
 from .init.build import (
@@ -53,6 +56,7 @@ from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
+from .runtime.offload import send_away, state_tensors
 from .runtime.root import Root
 from .runtime.unit import Unit
 from .state.model import StateHooks
@@ -546,6 +550,64 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         The next forward does so by itself.  Collective: none.
         """
         self._unit.root.reset()
+
+    def offload(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Move parameters, gradients, buffers and the state of ``optimizers`` off the device, until :meth:`reload`.
+
+        For phases in which something else needs the device (generation in reinforcement learning).  Values, and the
+        identity of parameters, stay; tensors can be read, saved, loaded and stepped meanwhile, but a forward is an
+        error.  Memory kept for steps is freed, torch's cache of the device included.  Costs the host memory, or the
+        disk, of what moves.  Collective: none; every rank calls it between steps.
+
+        Args:
+            optimizers: Whose state to move along.
+            folder: Move into files mapped from this folder instead of into (page-locked) host memory; on the CPU,
+                that frees memory too.
+
+        Raises:
+            ConfigError: If ``folder`` is no folder that this rank can write to.
+            TrainingStateError: During forward or backward.
+            UsageError: If this is not the outermost wrapper, the model is offloaded already, ``no_sync`` has left
+                gradients unreduced, or parameters are summoned.
+
+        Example::
+
+            model.offload(optimizer)
+            rollouts = generate()
+            model.reload()
+        """
+        self._check_is_outermost("offload")
+        root = self._unit.root
+        root.check_idle("offload()")
+        if root.away is not None:
+            raise UsageError(
+                "offload() was called twice. Call reload() first, or keep it as it is."
+            )
+        home = home_on(folder, self.compute_device)
+        for unit in root.units:
+            unit.reshard()
+        managed = {p for unit in root.units for handle in unit.handles for p in handle.exposed}
+        others = [param for param in self.parameters() if param not in managed]
+        root.away = send_away(root, home, [*others, *self.buffers()], state_tensors(optimizers))
+
+    def reload(self) -> None:
+        """Move back to the device what :meth:`offload` has moved.  Collective: none; every rank calls it.
+
+        Raises:
+            UsageError: If nothing is offloaded, or this is not the outermost wrapper.
+        """
+        self._check_is_outermost("reload")
+        root = self._unit.root
+        if root.away is None:
+            raise UsageError("reload() was called but nothing is offloaded. Call offload() first.")
+        away, root.away = root.away, None
+        away.bring_back()
+        for unit in root.units:
+            unit.follow_new_leaves()
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Let ``hook`` reduce the gradients of every unit.

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..comm.topology import Axes, resolve_axes
 from ..config import MixedPrecision, ShardingStrategy
-from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..errors import ConfigError, ConfigTypeError
+from ..flat.offloaded import handle_maker
 from ..plan.auto import AutoWrapPolicy, efficient_bytes
 from .build import BuildArguments
 
@@ -75,16 +76,12 @@ def divisor_of(value: Any) -> float | None:
 
 
 def check_offload(arguments: BuildArguments) -> None:
-    """Refuse what offloading can not do yet.
+    """Refuse a folder that shards can not rest in, before anything is changed.
 
     Raises:
-        UnsupportedError: If shards would rest elsewhere than where the unit computes.
+        ConfigError: If it is no folder that this rank can write to.
     """
-    if arguments.cpu_offload.offload_params and arguments.device.type != "cpu":
-        raise UnsupportedError(
-            f"CPUOffload(offload_params=True) is not supported with the compute device {arguments.device}: keep the "
-            "shards on the device, or compute on the CPU."
-        )
+    handle_maker(arguments.cpu_offload, arguments.device)
 
 
 _OVERRIDABLE = {

@@ -21,6 +21,7 @@ from ..comm.topology import Axes
 from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
 from ..flat.handle import FlatParamHandle
+from ..flat.offloaded import handle_maker
 from ..flat.sharing import ManagedParam, assign_owners
 from ..flat.tensor_parallel import localized
 from ..names import join_names
@@ -134,8 +135,9 @@ def _build_unit(
         tensors = [managed.param.detach() for managed in params]
         tensors += [_torch.buffer_table(owner)[name] for owner, name, _ in buffers]
         broadcast_states(tensors, shard, replicate)
+    make = handle_maker(arguments.cpu_offload, device)
     handles = [
-        FlatParamHandle(
+        make(
             group,
             rank=shard.rank,
             world_size=shard.size,

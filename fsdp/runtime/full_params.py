@@ -29,7 +29,7 @@ def gather_flat(
 
     Args:
         unit: Whose group to gather over.
-        own: This rank's shard for each handle, ``[shard_numel]``, any dtype.
+        own: This rank's shard for each handle, ``[shard_numel]``, any dtype, on the device or the host.
         handles: The handles whose layout the shards have.
     """
     wholes = []
@@ -37,9 +37,9 @@ def gather_flat(
     for handle, shard in zip(handles, own, strict=True):
         layout = handle.layout
         if layout.world_size == 1:
-            wholes.append(shard)
+            wholes.append(shard.to(handle.device))
             continue
-        whole = torch.empty(layout.padded_numel, dtype=shard.dtype, device=shard.device)
+        whole = torch.empty(layout.padded_numel, dtype=shard.dtype, device=handle.device)
         slices = [
             whole[span.start : span.stop]
             for span in (layout.owned(rank) for rank in range(layout.world_size))

@@ -76,7 +76,8 @@ class _Mark:
         """Give ``param`` a copy of ``local`` as its gradient if it has none, and remember what it shows."""
         invented = param.grad is None
         if param.grad is None:
-            param.grad = local.to(param.grad_dtype or param.dtype, copy=True)
+            dtype = param.grad_dtype or param.dtype
+            param.grad = local.to(param.device, dtype, copy=True)
         return cls(param.grad, _torch.version_of(param.grad), invented, param.grad.any())
 
     @property

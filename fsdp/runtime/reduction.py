@@ -19,6 +19,7 @@ import torch
 from .. import _torch
 from ..comm.collectives import DONE, Reduce, Work, abandon
 from ..flat.handle import FlatParamHandle
+from ..flat.offloaded import OffloadedHandle
 from ..flat.parameter import set_grad
 from .gradients import Collected
 from .param_hooks import run_post_accumulate_hooks
@@ -26,7 +27,7 @@ from .param_hooks import run_post_accumulate_hooks
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Reduction", "publish"]
+__all__ = ["OffloadedReduction", "Reduction", "publish"]
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Reduction:
         self.unit = unit
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._reduced_over_shards = False
-        self._work = unit.root.streams.run_reduce(self._launch, self._finish)
+        self._work = self._start()
 
     def wait(self) -> None:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
@@ -101,6 +102,9 @@ class Reduction:
         self._parts = []
         if self.unit.on_gradients is not None:
             self.unit.on_gradients()
+
+    def _start(self) -> Work:
+        return self.unit.root.streams.run_reduce(self._launch, self._finish)
 
     def abandon(self) -> None:
         """Let the other ranks go on without this rank's part in it; the buffers stay for those that still read them."""
@@ -145,6 +149,38 @@ class Reduction:
                 part.out.div_(unit.postdivide)
             dtype = unit.grad_dtype(part.handle)
             grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
-            used = part.exposed_used
-            publish(part.handle, grad, used)
-            unit.root.usage.note(part.handle, grad, used)
+            self._deliver(part, grad)
+
+    def _deliver(self, part: Part, grad: torch.Tensor) -> None:
+        """Publish ``grad`` ``[shard_numel]``, the reduced gradient in its final dtype."""
+        used = part.exposed_used
+        publish(part.handle, grad, used)
+        self.unit.root.usage.note(part.handle, grad, used)
+
+
+class OffloadedReduction(Reduction):
+    """The gradients of a unit whose shards rest on the host: one copy more, published when it has arrived."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._arriving: list[tuple[OffloadedHandle, torch.Tensor, list[bool]]] = []
+        super().__init__(unit)
+
+    def _start(self) -> Work:
+        return self.unit.root.streams.run_reduce_to_host(
+            self._launch, self._finish, self._publish_arrived
+        )
+
+    def _deliver(self, part: Part, grad: torch.Tensor) -> None:
+        handle = part.handle
+        assert isinstance(handle, OffloadedHandle)
+        on_host = handle.home.empty(grad.numel(), grad.dtype)
+        on_host.copy_(grad, non_blocking=True)
+        self._arriving.append((handle, on_host, part.exposed_used))
+
+    def _publish_arrived(self) -> None:
+        # Here and not on the reduce stream: adding to an earlier gradient is the host's own work.
+        for handle, grad, used in self._arriving:
+            publish(handle, grad, used)
+            self.unit.root.usage.note(handle, grad, used)
+            handle.home.release([grad, *handle.at_rest()])
+        self._arriving = []

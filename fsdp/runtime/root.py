@@ -18,6 +18,7 @@ from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool
 from .lockstep import Lockstep
+from .offload import Away
 from .reduction import Reduction
 from .streams import Streams, streams_for
 from .unit import Residency, Unit
@@ -62,6 +63,7 @@ class Root:
         uneven: Tells ranks without data what comes, inside ``Join``.
         ranks_averaged: By how many ranks gradients are divided, if not by all.
         streams: Where communication runs.
+        away: What ``offload()`` has moved to the host, until ``reload()``.
         pool: Buffers for gradients.
         stack: Units whose forward is running, outermost first.
         backward_running: Whether a backward has reached one of the units and not ended yet.
@@ -75,7 +77,9 @@ class Root:
     def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
         self.units = tuple(units)
         self.order = ExecutionOrder()
-        self.streams: Streams = streams_for(units[0].config.device)
+        self.streams: Streams = streams_for(
+            units[0].config.device, reads_host=any(unit.offloaded for unit in units)
+        )
         self.pool = BufferPool()
         self.usage = Usage()
         self.stack: list[Unit] = []
@@ -102,6 +106,7 @@ class Root:
         self.lockstep = Lockstep(self.units)
         self.uneven: Announcer | None = None
         self.ranks_averaged: int | None = None
+        self.away: Away | None = None
 
     @property
     def training_state(self) -> TrainingState:
@@ -134,7 +139,13 @@ class Root:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self, entry: Unit) -> None:
-        """The first unit of a forward is entered: nothing gathered earlier may be used again."""
+        """The first unit of a forward is entered: nothing gathered earlier may be used again.
+
+        Raises:
+            TrainingStateError: If the model is away (see Note [Away] in ``runtime.offload``).
+        """
+        if self.away is not None:
+            raise self.away.refuse_forward(entry)
         if not self.started:
             self.started = True
             with torch.inference_mode(mode=False):
@@ -210,6 +221,7 @@ class Root:
                     unit.reshard()
                 if self.entered_with_grad:
                     unit.remember_versions()
+            self.streams.end_step()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` is freed between its forward and its backward; the outermost would be wanted at once."""
@@ -296,7 +308,7 @@ class Root:
         ):
             self._wait_for_oldest()
         self._in_flight_bytes += unit.unsharded_bytes
-        self._in_flight.append(Reduction(unit))
+        self._in_flight.append(unit.new_reduction(unit))
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight.popleft()
@@ -318,6 +330,7 @@ class Root:
         self._wait_for_reductions()
         self._agree_on_use()
         self._reshard_all()
+        self.streams.end_step()
         self.backward_running = False
         self._backward_frame = None
 

@@ -16,6 +16,23 @@ Note [Stream order]
                                             is filled again              still being sent
     ======================================  ===========================  =============================================
 
+    Where shards rest on the host (``flat.offloaded``) the copy to the device is the first thing a gather does, on the
+    gather stream, and the copy of the reduced gradient to page-locked memory the last thing a reduction does, on the
+    reduce stream.  The optimizer then runs on the host, which streams do not order; three more orders must hold:
+
+    ======================================  ===========================  =============================================
+    copy of the gradient to the host        the host, before it adds or  the optimizer would step with a gradient that
+    (reduce)                                publishes the gradient       has half arrived
+    copy of a shard to the device (gather)  the host, at the end of      the optimizer would write into shards that are
+                                            every forward and backward   still being read
+    copy of the gradient to the host        free of the reduced shard    none is needed: it is allocated on compute's
+    (reduce)                                on the device                pool, and the host has waited for the copy
+    ======================================  ===========================  =============================================
+
+    The first is waited for when a later reduction needs the place in flight, two units on, so that the device has
+    work meanwhile; the optimizer's writes need no order with the next gather, because the host made them before it
+    launched that.
+
     Gathered storages are allocated and freed in the gather stream's pool only and reduce buffers in the compute
     stream's only, so no tensor needs ``record_stream``, and memory comes back in program order.  The second row also
     bounds gathers in flight on the device, without blocking the host.
@@ -50,13 +67,23 @@ class Streams(Protocol):
     def run_reduce(self, launch: Callable[[], Work], finish: Callable[[], None]) -> Work:
         """Reduce what compute has prepared, then ``finish``; waiting on the result makes compute see both."""
 
+    def run_reduce_to_host(
+        self, launch: Callable[[], Work], finish: Callable[[], None], arrived: Callable[[], None]
+    ) -> Work:
+        """As :meth:`run_reduce`; waiting makes the host see what ``finish`` has copied to it, and runs ``arrived``."""
+
     def released(self) -> None:
         """Compute has used a gathered storage for the last time and it is about to be freed."""
 
+    def end_step(self) -> None:
+        """A forward or a backward has ended: the host may write into shards that rest with it."""
 
-def streams_for(device: torch.device) -> Streams:
-    """The streams of ``device``."""
-    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+
+def streams_for(device: torch.device, *, reads_host: bool = False) -> Streams:
+    """The streams of ``device``; ``reads_host`` if shards rest on the host."""
+    if device.type == "cpu":
+        return HostStreams()
+    return HostReadingStreams(device) if reads_host else DeviceStreams(device)
 
 
 class HostStreams:
@@ -78,7 +105,16 @@ class HostStreams:
         """Start it; ``finish`` runs when waited on."""
         return _Then(launch(), finish)
 
+    def run_reduce_to_host(
+        self, launch: Callable[[], Work], finish: Callable[[], None], arrived: Callable[[], None]
+    ) -> Work:
+        """Start it; ``finish`` and ``arrived`` run when waited on."""
+        return _Then(_Then(launch(), finish), arrived)
+
     def released(self) -> None:
+        """Nothing to order."""
+
+    def end_step(self) -> None:
         """Nothing to order."""
 
 
@@ -153,6 +189,17 @@ class DeviceStreams:
             finish()
             return self._event_work(self._reduce)
 
+    def run_reduce_to_host(
+        self, launch: Callable[[], Work], finish: Callable[[], None], arrived: Callable[[], None]
+    ) -> Work:
+        """Launch and finish on the reduce stream; ``arrived`` runs on the host when it has waited."""
+        self.run_reduce(launch, finish)
+        # Order: copy of the gradient (reduce) -> host.  Without it a gradient that has half arrived is published.
+        return _Then(_HostWork(self._recorded(self._reduce)), arrived)
+
+    def end_step(self) -> None:
+        """Nothing to order: shards are on the device."""
+
     def released(self) -> None:
         """Remember how far compute is, on every stream it has used: the current one may not be where it ran."""
         current = self._module.current_stream(self._device)
@@ -166,6 +213,28 @@ class DeviceStreams:
         event = self._module.Event()
         event.record(stream)
         return event
+
+
+class HostReadingStreams(DeviceStreams):
+    """An accelerator whose gathers begin with a copy from the host."""
+
+    def end_step(self) -> None:
+        """The host waits for every copy from its shards; the device still has the computation after them to do."""
+        # Order: copy of a shard (gather) -> host.  Without it the optimizer writes into what is being read.
+        self._recorded(self._gather).synchronize()
+
+
+class _HostWork:
+    """Work whose end is an event that the host waits for."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Block the host until the device has come to it."""
+        self._event.synchronize()
 
 
 def _capturing(module: Any) -> bool:

@@ -28,12 +28,16 @@ from ..errors import (
     describe,
 )
 from ..flat.handle import FlatParamHandle
+from ..flat.offloaded import OffloadedHandle
+from ..flat.sharing import ManagedParam
 from ..flat.views import Writes
 from ..names import join_names
 from . import precision
 from .gradients import Gradients
 from .guard import remember_left_behind
+from .offload import ReadAhead
 from .param_hooks import ParamHooks
+from .reduction import OffloadedReduction, Reduction
 
 if TYPE_CHECKING:
     from .root import Root
@@ -111,6 +115,8 @@ class Unit:
         buffer_masters: The buffers that were cast, as they were before; by module and name.
         dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
         rule_casts: The hooks around them.
+        offloaded: Whether the shards rest on the host.
+        new_reduction: Makes the reduction of the unit's gradients.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
@@ -140,6 +146,11 @@ class Unit:
         self.rule_casts: precision.RuleCasts | None = None
         self.in_full_precision = False
         self.handles = tuple(handles)
+        self.offloaded = any(isinstance(handle, OffloadedHandle) for handle in self.handles)
+        self.new_reduction = OffloadedReduction if self.offloaded else Reduction
+        self._launch: Callable[[], Work] = self._launch_gather
+        if ReadAhead.is_for(self.handles):
+            self._launch = ReadAhead(self, self._launch_gather)
         self.config = config
         self.shard = shard
         self.replicate = replicate
@@ -254,7 +265,7 @@ class Unit:
             self._check_unchanged()
             self.residency = Residency.GATHERING
             if self._gathers:
-                self._work = self.root.streams.run_gather(self._launch_gather)
+                self._work = self.root.streams.run_gather(self._launch)
 
     def wait_unshard(self) -> None:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
@@ -346,6 +357,11 @@ class Unit:
             self.root.streams.shards_written()
             self._prepare()
         self._param_hooks.follow()
+
+    def follow_new_leaves(self) -> None:
+        """Prepare for leaves that a handle has made anew.  Collective: none."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._prepare()
 
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""

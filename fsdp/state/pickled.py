@@ -24,6 +24,7 @@ from ..comm.topology import Axes
 from ..config import StateDictSettings
 from ..errors import CheckpointError, UnsupportedError
 from ..flat.handle import FlatParamHandle
+from ..flat.offloaded import handle_maker
 from ..flat.layout import FlatLayout, Piece
 from ..flat.sharing import ManagedParam
 from ..runtime.precision import DtypeRules, RuleCasts
@@ -162,8 +163,9 @@ def restore_unit(saved: SavedUnit) -> tuple[Unit, BuildArguments]:
                 f"this model was pickled by rank {handle.rank} and is loaded by rank {collectives[0].rank}: load each "
                 "rank's own file, or use fsdp.checkpoint."
             )
+    make = handle_maker(arguments.cpu_offload, arguments.device)
     handles = [
-        FlatParamHandle(
+        make(
             saved_handle.params,
             rank=saved_handle.rank,
             world_size=saved_handle.layout.world_size,
