@@ -38,7 +38,6 @@ from .init.arguments import check_offload, divisor_of, of_type, one_of, override
 from .init.build import (
     BuildArguments,
     build_units,
-    check_no_foreign_ties,
     check_not_wrapped,
     compute_device,
     plan_overrides,
@@ -47,6 +46,7 @@ from .init.communication import compress_units, register_hook
 from .init.ignored import resolve_ignored, warn_of_trainable
 from .init.replicated import resolve_replicated
 from .init.tensor_parallel import check_tensor_parallel
+from .init.ties import find_ties
 from .names import (
     FSDP_WRAPPED_MODULE,
     clean_tensor_name,
@@ -187,11 +187,8 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         )
         warn_of_trainable(module, ignored, axes)
         check_tensor_parallel(module, ignored, axes)
-        earlier = _outermost_units(module)
-        check_no_foreign_ties(
-            module, [unit for outer in earlier for unit in outer.root.units], _is_wrapped
-        )
-        built = build_units(module, overrides, ignored, _is_wrapped)
+        ties = find_ties(module, _outermost_units(module), _is_wrapped)
+        built = build_units(module, overrides, ignored, _is_wrapped, ties)
         wrappers = {
             child: _wrap_child(type(self), child, unit, overrides[child])
             for child, unit in built.items()
@@ -213,14 +210,29 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         self._state_hooks = StateHooks(unit, arguments.axes)
         self._forward_methods: list[str] = []
         Joinable.__init__(self)
-        if not arguments.use_orig_params:
-            for index, handle in enumerate(unit.handles):
-                handle.register_flat_param(_torch.parameter_table(self), flat_param_name(index))
+        self._show_flat_params()
+        unit.on_new_handles = _calling(weakref.WeakMethod(self._follow_new_handles))
         self.register_load_state_dict_post_hook(clean_incompatible_keys)
 
     # -- the module ------------------------------------------------------------------------------------------------
 
     @property
+    def _show_flat_params(self) -> None:
+        table = _torch.parameter_table(self)
+        table.clear()
+        if not self._arguments.use_orig_params:
+            for index, handle in enumerate(self._unit.handles):
+                handle.register_flat_param(table, flat_param_name(index))
+
+    def _follow_new_handles(self) -> None:
+        """The unit has given up parameters: see ``init.ties``."""
+        before = self._state_hooks
+        for module in before.hooked:
+            _torch.remove_hooks_of(module, before)
+        self._state_hooks = StateHooks(self._unit, self._arguments.axes)
+        self._state_hooks.settings = before.settings
+        self._show_flat_params()
+
     def module(self) -> nn.Module:
         """The wrapped module.  Collective: none."""
         return self._fsdp_wrapped_module
@@ -932,8 +944,22 @@ def _own_unit(module: nn.Module) -> list[Unit]:
     return [module._unit] if isinstance(module, FullyShardedDataParallel) else []
 
 
-def _outermost_units(module: nn.Module) -> list[Unit]:
-    return [unit for unit in _units_in(module) if unit.index == 0]
+def _outermost_units(module: nn.Module) -> dict[nn.Module, Unit]:
+    return {
+        wrapper: wrapper._unit
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+    }
+
+
+def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """A function that calls ``method`` as long as its object lives."""
+
+    def call() -> None:
+        bound = method()
+        if bound is not None:
+            bound()
+
+    return call
 
 
 def _wrap_child(

@@ -5,7 +5,7 @@ No collectives and no streams in here: ``runtime.unit`` decides when, and ``comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -248,7 +248,7 @@ class FlatParamHandle:
 
     def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of the same layout and values over copied modules (see :meth:`copied_params`)."""
-        return FlatParamHandle(self.copied_params(memo), **self._same())
+        return type(self)(self.copied_params(memo), **self._same())
 
     def _same(self) -> dict[str, Any]:
         """Arguments of a handle of the same layout and values."""
@@ -260,6 +260,29 @@ class FlatParamHandle:
             "orig_mode": self.orig_mode,
             "copied_from": self,
         }
+
+    def without(
+        self, lost: Collection[nn.Parameter], whole: torch.Tensor
+    ) -> FlatParamHandle | None:
+        """A handle of the parameters that are not ``lost``, in this one's place; None if there are none.
+
+        Every parameter is registered and whole again; the new handle takes its own from there.
+
+        Args:
+            lost: Parameters of this handle.
+            whole: ``[padded_numel]``, gathered.
+        """
+        if self._registered_in is not None:
+            table, name = self._registered_in
+            del table[name]
+        for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            managed.param.data = slot_view(whole, slot).clone()
+            for site in managed.sites:
+                site.module.__dict__.pop(site.name, None)
+                _torch.parameter_table(site.module)[site.name] = managed.param
+        rest = [managed for managed in self.params if managed.param not in lost]
+        same = self._same() | {"copied_from": None}
+        return type(self)(rest, **same) if rest else None
 
     def name_with(self, name_of: Callable[[str], str]) -> None:
         """Set how a name in the unit becomes a name in the unwrapped model, for messages and stand-ins.

@@ -61,14 +61,8 @@ class OffloadedHandle(FlatParamHandle):
         """Free the device's copy of the shard until the next forward."""
         self._copy = None
 
-    def copied(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """A handle of the same layout, home and values over copied modules."""
-        return OffloadedHandle(
-            self.copied_params(memo),
-            home=self.home,
-            keeps_copy=self.keeps_copy,
-            **self._same(),
-        )
+    def _same(self) -> dict[str, Any]:
+        return super()._same() | {"home": self.home, "keeps_copy": self.keeps_copy}
 
     def _settled(self, shard: torch.Tensor) -> torch.Tensor:
         return self.home.settle(shard)

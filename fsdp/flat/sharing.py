@@ -8,7 +8,7 @@ reached through several others owns its parameters, since every path to them ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..names import join_names
 if TYPE_CHECKING:
     from .tensor_parallel import TensorShard
 
-__all__ = ["ManagedParam", "Site", "assign_owners"]
+__all__ = ["ManagedParam", "Site", "Users", "assign_owners"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,6 +38,10 @@ class Site:
     name: str
     fqn: str
     siblings: tuple[str, ...]
+
+
+Users = Sequence[tuple[nn.Parameter, Site, str]]
+"""Parameters that modules below a wrapper use, the sites, and their names below it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +70,7 @@ def assign_owners(
     *,
     is_ignored: Callable[[nn.Parameter], bool],
     is_boundary: Callable[[nn.Module], bool],
+    users: Mapping[nn.Module, Users] | None = None,
 ) -> dict[nn.Module, list[ManagedParam]]:
     """Give every parameter below ``root`` to the lowest unit that contains all of its users.
 
@@ -76,18 +81,19 @@ def assign_owners(
         units: The modules that become units below ``root`` (``root`` itself always is one).
         is_ignored: Parameters to leave alone.
         is_boundary: Modules not to enter (already wrapped: their parameters have an owner).
+        users: For such modules the parameters below them that have none.
 
     Returns:
         For ``root`` and each of ``units`` its parameters in the order of the module walk; tied parameters once.
     """
-    walk = _Walk(units, is_ignored, is_boundary)
+    walk = _Walk(units, is_ignored, is_boundary, users or {})
     walk.visit(root, "", (root,))
     owned: dict[nn.Module, list[ManagedParam]] = {unit: [] for unit in (root, *units)}
     for param, found in walk.found.items():
         owner = found.chain[-1]
         start = len(walk.names[owner]) + 1 if walk.names.get(owner) else 0
         sites = [
-            Site(module, name, fqn[start:], tuple(_torch.parameter_table(module)))
+            Site(module, name, fqn[start:], walk.siblings[module])
             for (module, name), fqn in found.sites.items()
         ]
         owned[owner].append(ManagedParam(param, sites))
@@ -115,12 +121,15 @@ class _Walk:
         units: Collection[nn.Module],
         is_ignored: Callable[[nn.Parameter], bool],
         is_boundary: Callable[[nn.Module], bool],
+        users: Mapping[nn.Module, Users],
     ) -> None:
         self.found: dict[nn.Parameter, _Found] = {}
         self.names: dict[nn.Module, str] = {}
+        self.siblings: dict[nn.Module, tuple[str, ...]] = {}
         self._units = frozenset(units)
         self._is_ignored = is_ignored
         self._is_boundary = is_boundary
+        self._users = users
         self._seen: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
 
     def visit(self, module: nn.Module, prefix: str, chain: tuple[nn.Module, ...]) -> None:
@@ -128,17 +137,35 @@ class _Walk:
         if module in self._units:
             chain = (*chain, module)
             self.names.setdefault(module, prefix)
-        if self._is_boundary(module) or (module, chain) in self._seen:
+        if (module, chain) in self._seen:
             return
         self._seen.add((module, chain))
+        if self._is_boundary(module):
+            for param, site, name in self._users.get(module, ()):
+                self._note(param, chain, site.module, site.name, join_names(prefix, name))
+                self.siblings[site.module] = site.siblings
+            return
+        self.siblings[module] = tuple(_torch.parameter_table(module))
         for name, param in _torch.parameter_table(module).items():
-            if param is not None and not self._is_ignored(param):
-                found = self.found.setdefault(param, _Found(chain))
-                found.chain = _in_both(found.chain, chain)
-                found.sites.setdefault((module, name), join_names(prefix, name))
+            if param is not None:
+                self._note(param, chain, module, name, join_names(prefix, name))
         for name, child in _torch.child_table(module).items():
             if child is not None:
                 self.visit(child, join_names(prefix, name), chain)
+
+    def _note(
+        self,
+        param: nn.Parameter,
+        chain: tuple[nn.Module, ...],
+        module: nn.Module,
+        name: str,
+        fqn: str,
+    ) -> None:
+        if self._is_ignored(param):
+            return
+        found = self.found.setdefault(param, _Found(chain))
+        found.chain = _in_both(found.chain, chain)
+        found.sites.setdefault((module, name), fqn)
 
 
 def _in_both(left: tuple[nn.Module, ...], right: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:

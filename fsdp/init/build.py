@@ -6,7 +6,7 @@ Peak memory is the shards so far plus one unit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..wrap import select_units
 from .ignored import Ignored
 from .materialize import materialize_unit
 from .replicated import left_to_policy, replicated_arguments
+from .ties import Ties
 
 __all__ = ["BuildArguments", "build_units"]
 
@@ -78,6 +79,7 @@ def build_units(
     overrides: dict[nn.Module, BuildArguments],
     ignored: Ignored,
     is_wrapped: Callable[[nn.Module], bool],
+    ties: Ties,
 ) -> dict[nn.Module, Unit]:
     """Make the units of ``root`` and of every module in ``overrides`` that has one (``root`` among them).
 
@@ -92,7 +94,9 @@ def build_units(
         inner,
         is_ignored=lambda param: param in ignored.params,
         is_boundary=is_wrapped,
+        users=ties.users,
     )
+    unclaimed = _set_aside(owners, ties.elsewhere)
     members = _members(root, set(inner), is_wrapped, ignored)
     seed = _shared_seed(members, overrides[root])
     built: dict[nn.Module, Unit] = {}
@@ -101,8 +105,22 @@ def build_units(
         built[module] = _build_unit(
             module, owners[module], members[module], overrides[module], rules, seed
         )
+    for module, ties_of in unclaimed.items():
+        built[module].unclaimed = tuple(ties_of)
+    ties.settle()
     _warn_of_low_precision(built[module] for module in overrides)
     return built
+
+
+def _set_aside(
+    owners: dict[nn.Module, list[ManagedParam]], elsewhere: Collection[nn.Parameter]
+) -> dict[nn.Module, list[ManagedParam]]:
+    """Take the parameters that are used ``elsewhere`` too from their owners; by owner."""
+    unclaimed = {}
+    for module, params in owners.items():
+        unclaimed[module] = [managed for managed in params if managed.param in elsewhere]
+        owners[module] = [managed for managed in params if managed.param not in elsewhere]
+    return unclaimed
 
 
 def _build_unit(
@@ -416,46 +434,6 @@ def _check_no_strays(module: nn.Module, name: str, is_wrapped: Callable[[nn.Modu
                 )
             )
         _check_no_strays(child, join_names(name, child_name), is_wrapped)
-
-
-def _parameters_outside(
-    module: nn.Module, name: str, is_wrapped: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters below ``module`` that are not below a wrapper."""
-    if is_wrapped(module):
-        return
-    for param_name, param in module.named_parameters(recurse=False):
-        yield join_names(name, param_name), param
-    for child_name, child in module.named_children():
-        yield from _parameters_outside(child, join_names(name, child_name), is_wrapped)
-
-
-def check_no_foreign_ties(
-    module: nn.Module, earlier: Iterable[Unit], is_wrapped: Callable[[nn.Module], bool]
-) -> None:
-    """Raise if a parameter below ``module`` is tied to one that a wrapper made earlier manages.
-
-    Raises:
-        ConfigError: Naming the tied parameters; nothing has been changed yet.
-    """
-    theirs = {
-        managed.param: join_names(unit.name, managed.fqn)
-        for unit in earlier
-        for handle in unit.handles
-        for managed in handle.params
-    }
-    ties = [
-        f"{theirs[param]} = {name}"
-        for name, param in _parameters_outside(module, "", is_wrapped)
-        if param in theirs
-    ]
-    if ties:
-        raise ConfigError(
-            describe(
-                f"parameters are tied to ones that an inner wrapper manages already: {name_some(ties)}",
-                remedy="Wrap the whole model in one call with auto_wrap_policy: it finds ties across units.",
-            )
-        )
 
 
 def plan_overrides(

@@ -24,7 +24,7 @@ from ..flat.tensor_parallel import is_distributed
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["remember_accumulating", "remember_left_behind"]
+__all__ = ["forget_left_behind", "remember_accumulating", "remember_left_behind"]
 
 
 class _LeftBehind:
@@ -40,6 +40,11 @@ class _LeftBehind:
         self.install()
         for param, name in params:
             self._names[id(param)] = (weakref.ref(param, partial(self._forget, id(param))), name)
+
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """Optimizers may hold ``params`` again."""
+        for param in params:
+            self._names.pop(id(param), None)
 
     def install(self) -> None:
         """Have torch call :meth:`_check` before every optimizer step."""
@@ -106,3 +111,8 @@ def remember_accumulating(unit: Unit) -> None:
 def remember_left_behind(params: Iterable[tuple[nn.Parameter, str]]) -> None:
     """Have every optimizer that holds one of ``params`` refuse its first step (see Note [Left behind])."""
     _left_behind.add(params)
+
+
+def forget_left_behind(params: Iterable[nn.Parameter]) -> None:
+    """Let optimizers hold ``params`` again: no flat parameter has their place any more."""
+    _left_behind.forget(params)

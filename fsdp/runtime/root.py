@@ -13,7 +13,8 @@ import torch
 
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
-from ..errors import TrainingStateError, describe
+from ..errors import TrainingStateError, UsageError, describe
+from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool
@@ -147,6 +148,7 @@ class Root:
         if self.away is not None:
             raise self.away.refuse_forward(entry)
         if not self.started:
+            self._check_claimed()
             self.started = True
             with torch.inference_mode(mode=False):
                 for unit in self.units:
@@ -174,6 +176,20 @@ class Root:
         if entry.index == 0:
             self.order.start_iteration()
         self.streams.start_step()
+
+    def _check_claimed(self) -> None:
+        for unit in self.units:
+            if unit.unclaimed:
+                fqn = join_names(unit.name, unit.unclaimed[0].fqn)
+                raise UsageError(
+                    describe(
+                        "a parameter is tied to one outside this wrapper, and no wrapper is around all its users",
+                        unit=unit.name,
+                        fqn=fqn,
+                        remedy="Wrap the module that contains both, too, before the first forward.",
+                    ),
+                    fqn=fqn,
+                )
 
     def begin_unit(self, unit: Unit) -> None:
         """The forward of ``unit`` begins; in the first iteration the ranks see that they all run the same one.

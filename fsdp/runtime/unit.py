@@ -118,6 +118,8 @@ class Unit:
         offloaded: Whether the shards rest on the host.
         new_reduction: Makes the reduction of the unit's gradients.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
+        unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
+        on_new_handles: Called when the unit has other handles than before.
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
@@ -126,6 +128,8 @@ class Unit:
     _awaits_inputs = False
     _guarded = False
     _guards: Writes = ()
+    unclaimed: tuple[ManagedParam, ...] = ()
+    on_new_handles: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -191,6 +195,16 @@ class Unit:
         )
         self._forward_hooks_seen = 0
         self._watched_inside: set[nn.Module] = set()
+
+    def take_handles(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Own ``handles`` instead of the present ones; before any forward.  Collective: none."""
+        self.handles = tuple(handles)
+        for handle in self.handles:
+            handle.name_with(partial(join_names, self.name))
+        self._find_attributes()
+        self._prepare()
+        if self.on_new_handles is not None:
+            self.on_new_handles()
 
     def remove_hooks(self) -> None:
         """Take the unit's hooks off its module, for a module that is wrapped anew."""

@@ -89,13 +89,82 @@ def test_two_values_for_one_weight_are_refused_naming_both(use_orig_params):
         assert "head.weight" in outcome.message
 
 
-def tied_to_an_inner_wrapper():
+def hand_wrapped(order, use_orig_params):
+    """The model of each order of wrapping by hand."""
+    kwargs = {"use_orig_params": use_orig_params}
     plain = entry("gpt_tied").build()
-    plain.emb = FSDP(plain.emb, use_orig_params=True)
-    FSDP(plain, use_orig_params=True)
+    if order == "one, then the root":
+        plain.emb = FSDP(plain.emb, **kwargs)
+    elif order == "the other, then the root":
+        plain.head = FSDP(plain.head, **kwargs)
+    elif order == "both":
+        plain.emb = FSDP(plain.emb, **kwargs)
+        plain.head = FSDP(plain.head, **kwargs)
+    elif order == "both exposures":
+        plain.emb = FSDP(plain.emb, use_orig_params=not use_orig_params)
+        plain.head = FSDP(plain.head, use_orig_params=use_orig_params)
+    elif order == "one inside a tree":
+        part = FSDP(nn.Sequential(plain.head), auto_wrap_policy={nn.Linear}, **kwargs)
+        plain.head = part
+        return FSDP(plain, **kwargs), "head.0.weight"
+    return FSDP(plain, **kwargs), "head.weight"
 
 
-def test_a_tie_to_a_weight_that_an_inner_wrapper_manages_is_refused_with_the_remedy():
-    outcome = run_ranks_outcomes(tied_to_an_inner_wrapper, 1)[0]
+def tied_by_hand(use_orig_params):
+    reference = entry("gpt_tied").build()
+    expected = mean_grads(reference, script, range(dist.get_world_size()))
+    for order in (
+        "one, then the root",
+        "the other, then the root",
+        "both",
+        "both exposures",
+        "one inside a tree",
+    ):
+        model, head = hand_wrapped(order, use_orig_params)
+        for wrapped_again in (model, copy.deepcopy(model)):
+            script(wrapped_again, dist.get_rank())
+            assert_close(expected, full_grads(wrapped_again), GRADIENTS)
+        state = model.state_dict()
+        assert torch.equal(state["emb.weight"], state[head]), order
+        assert torch.equal(state["emb.weight"], reference.emb.weight), order
+        changed = state["emb.weight"] + 1
+        model.load_state_dict({**state, "emb.weight": changed, head: changed})
+        assert torch.equal(model.state_dict()[head], changed), order
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        held = sum(param.numel() for param in model.parameters())
+        elements = torch.tensor([held])
+        dist.all_reduce(elements)
+        whole = sum(param.numel() for param in reference.parameters())
+        assert elements.item() <= whole + 64 * dist.get_world_size(), order
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_wrapped_by_hand_gives_up_what_is_tied_to_others(use_orig_params, world_size):
+    run_ranks(tied_by_hand, world_size, use_orig_params)
+
+
+def tied_and_used(use_orig_params):
+    plain = entry("gpt_tied").build()
+    plain.emb = FSDP(plain.emb, use_orig_params=use_orig_params)
+    plain.emb(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    FSDP(plain, use_orig_params=use_orig_params)
+
+
+def tied_and_left_alone(use_orig_params):
+    plain = entry("gpt_tied").build()
+    plain.emb = FSDP(plain.emb, use_orig_params=use_orig_params)
+    plain.head = FSDP(plain.head, use_orig_params=use_orig_params)
+    plain.emb(torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ties_found_too_late_or_left_open_are_refused_with_the_remedy(use_orig_params):
+    outcome = run_ranks_outcomes(tied_and_used, 1, use_orig_params)[0]
     assert outcome.error_type == "ConfigError"
     assert "auto_wrap_policy" in outcome.message
+    assert "head.weight" in outcome.message
+    for outcome in run_ranks_outcomes(tied_and_left_alone, 2, use_orig_params):
+        assert outcome.error_type == "UsageError"
+        assert "Wrap the module that contains both" in outcome.message
