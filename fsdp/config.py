@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -394,3 +395,21 @@ class StateDictSettings(_ShortRepr):
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+
+def as_ours(value: Any, *kinds: type) -> Any:
+    """``value`` as one of our ``kinds`` if it is torch's class of the same name; otherwise ``value`` itself.
+
+    So that programs may hold torch's enums and configs beside our wrapper.  Collective: none.
+    """
+    given = type(value)
+    for kind in kinds:
+        if given is kind or given.__name__ != kind.__name__:
+            continue
+        if issubclass(kind, Enum) and isinstance(value, Enum):
+            return kind[value.name]
+        if is_dataclass(value):
+            known = {item.name for item in fields(kind) if item.init}
+            held = {item.name for item in fields(value)} & known
+            return kind(**{name: getattr(value, name) for name in held})
+    return value

@@ -427,7 +427,7 @@ def select_units(
                 f"{name} in {type(root).__name__}. Leave it to the policy, or pass no policy."
             )
     policy = _as_policy(policy)
-    if isinstance(policy, _Policy):
+    if isinstance(policy, _Policy) or not callable(policy):
         picked = policy._run_policy(root, ignored_modules, {})
         chosen = {
             module: picked[module]
@@ -446,8 +446,10 @@ def select_units(
 def _as_policy(policy: Any) -> _Policy | Callable[..., bool]:
     if isinstance(policy, set | frozenset | list | tuple):
         return ModuleWrapPolicy(policy)
-    if isinstance(policy, _Policy):
-        return policy
+    if isinstance(policy, _Policy) or (
+        not callable(policy) and callable(getattr(policy, "_run_policy", None))
+    ):
+        return cast("_Policy", policy)
     if isinstance(policy, type):
         raise ConfigTypeError(
             f"auto_wrap_policy is the class {policy.__name__}: expected a policy or a set of module classes, such as "

@@ -52,6 +52,7 @@ from .names import (
     clean_tensor_name,
     flat_param_name,
 )
+from .neighbours import teach
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
@@ -147,6 +148,7 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         gradient_divisor: float | None = None,
     ) -> None:
         super().__init__()
+        teach(FullyShardedDataParallel)
         check_not_wrapped(module, _is_wrapped)
         strategy = of_type(
             "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
@@ -823,6 +825,10 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
     @property
     def _flat_param(self) -> FlatParameter | None:
         return self._handle.flat_param if self._handle is not None else None
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
 
     @property
     def _is_root(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..comm.topology import Axes, resolve_axes
-from ..config import MixedPrecision, ShardingStrategy
+from ..config import MixedPrecision, ShardingStrategy, as_ours
 from ..errors import ConfigError, ConfigTypeError
 from ..flat.offloaded import handle_maker
 from ..plan.auto import AutoWrapPolicy, efficient_bytes
@@ -18,13 +18,14 @@ __all__ = ["check_offload", "divisor_of", "of_type", "one_of", "override", "poli
 
 
 def of_type(name: str, value: Any, wanted: type, default: Any) -> Any:
-    """``value`` if it is a ``wanted``, ``default`` if it is None.
+    """``value`` if it is a ``wanted`` (torch's class of that name is converted), ``default`` if it is None.
 
     Raises:
         ConfigTypeError: Otherwise.
     """
     if value is None:
         return default
+    value = as_ours(value, wanted)
     if not isinstance(value, wanted):
         raise ConfigTypeError(
             f"{name} is a {type(value).__name__}: expected {wanted.__name__} or None."

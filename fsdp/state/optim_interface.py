@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
@@ -17,7 +18,7 @@ from ..config import (
     StateDictSettings,
     StateDictType,
 )
-from ..errors import ConfigError, UsageError
+from ..errors import CheckpointError, ConfigError, FsdpWarning, UsageError, describe
 from ..names import clean_tensor_name
 from ..runtime.unit import Unit
 from .model import StateHooks
@@ -80,6 +81,8 @@ class OptimStateInterface:
         config = settings.optim_state_dict_config
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return local_optim_state(optim, optim_state_dict, to_cpu=config.offload_to_cpu)
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            _warn_without_state(optim)
         units = _units_in(model)
         return save_optim_state(
             model, units, optim, optim_state_dict, _delivery(model, settings, config, group)
@@ -89,30 +92,38 @@ class OptimStateInterface:
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any],
+        optim_state_dict: Mapping[str, Any] | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """This rank's part of an optimizer state, to be given to ``optim.load_state_dict``.
 
-        Collective: none; with DTensors every rank of every unit's process group, one launch a unit.
+        Collective: none; with DTensors every rank of every unit's process group, one launch a unit; with
+        ``rank0_only`` every rank of ``group``.
 
         Args:
             model: A wrapper, or a module that contains some.
             optim: Optimizer over the model's parameters.
             optim_state_dict: As :meth:`optim_state_dict` returns it (of any type but ``LOCAL_STATE_DICT``, unless that
                 is the current one), or the state dict of a plain optimizer over the unwrapped model; the same on every
-                rank.  It is not changed.
+                rank.  If the current config is ``FullOptimStateDictConfig(rank0_only=True)``, ranks but the first of
+                ``group`` may give an empty dict or None.  It is not changed.
             is_named_optimizer: Whether ``optim`` keys its own state dict by the names in ``model.named_parameters()``.
             load_directly: Also load it into ``optim``.
-            group: Accepted for its name.
+            group: Where ``rank0_only`` looks for the first rank; that of the outermost unit if None.
 
         Raises:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
-        if _settings_of(model).state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            local = local_optim_state_to_load(optim, optim_state_dict)
+        settings = _settings_of(model)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            local = local_optim_state_to_load(optim, optim_state_dict or {})
+        elif _is_rank0_only(settings) and not _all_have(
+            optim_state_dict, among := group or _group_of_all(model)
+        ):
+            units = _units_in(model)
+            local = scatter_optim_state(model, units, optim, optim_state_dict or None, among)
         else:
             local = _to_load(model, optim, optim_state_dict)
         if is_named_optimizer:
@@ -250,20 +261,19 @@ class OptimStateInterface:
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A state dict of an optimizer over a model without wrappers, keyed by name or by number.
+        """A state dict of an optimizer, keyed by original names or by the numbers an unwrapped model's optimizer has.
 
         Groups keep their order and parameters the order in their group.  Collective: none.
 
         Args:
             optim_state_dict: Keyed either way; not changed.
             optim_state_key_type: What the result is keyed by.
-            model: The model without wrappers.
+            model: The unwrapped model, or the wrapped one.
             optim_input: Deprecated: what the optimizer is built from; ``model.parameters()`` if ``optim`` is None too.
             optim: Optimizer over ``model``, which says which number is which parameter.
 
         Raises:
             CheckpointError: If a key is not the optimizer's; it names the parameter.
-            ConfigError: If ``model`` holds wrappers.
         """
         source = _source(model, optim_input, optim)
         return rekey_optim_state(optim_state_dict, optim_state_key_type, model, source)
@@ -295,8 +305,15 @@ def _meshes(model: nn.Module) -> dict[Unit, DeviceMesh]:
 def _to_load(
     model: nn.Module,
     source: torch.optim.Optimizer | Iterable[Any],
-    saved: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
+    if saved is None:
+        raise CheckpointError(
+            describe(
+                "the optimizer state dict must have 'state' and 'param_groups' but is None",
+                remedy="Pass the state on every rank, or set FullOptimStateDictConfig(rank0_only=True).",
+            )
+        )
     meshes = _meshes(model) if _has_dtensors(saved) else None
     return optim_state_to_load(model, _units_in(model), source, saved, meshes)
 
@@ -319,9 +336,20 @@ def _delivery(
 ) -> Delivery:
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return Delivery(to_cpu=config.offload_to_cpu, meshes=_meshes(model))
-    rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    keep = not rank0_only or _is_first(model, group)
+    keep = not _is_rank0_only(settings) or _is_first(model, group)
     return Delivery(keep=keep, to_cpu=config.offload_to_cpu)
+
+
+def _is_rank0_only(settings: StateDictSettings) -> bool:
+    config = settings.optim_state_dict_config
+    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+
+
+def _all_have(saved: Mapping[str, Any] | None, group: ProcessGroup) -> bool:
+    """Whether every rank was given a state.  Collective: every rank of ``group``."""
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, bool(saved), group)
+    return all(told)
 
 
 def _is_first(model: nn.Module, group: ProcessGroup | None) -> bool:
@@ -341,6 +369,20 @@ def _group_of_all(model: nn.Module) -> ProcessGroup:
             return wrapper._arguments.axes.whole
         break
     return _torch.default_group()
+
+
+def _warn_without_state(optim: torch.optim.Optimizer) -> None:
+    """Say that a dict without state is no template: torch.distributed.checkpoint loads what the dict has."""
+    groups = optim.param_groups
+    is_stateless = all(group.get("momentum") == 0 and "dampening" in group for group in groups)
+    if not optim.state and not is_stateless:
+        warnings.warn(
+            "optim_state_dict of an optimizer that has no state yet: if torch.distributed.checkpoint.load is to fill "
+            "this dict, it loads nothing. Make the state first, with torch.distributed.checkpoint.state_dict."
+            "get_optimizer_state_dict(model, optim), or load with fsdp.checkpoint.",
+            FsdpWarning,
+            stacklevel=3,
+        )
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import OptimStateKeyType
+from ..config import OptimStateKeyType, as_ours
 from ..errors import CheckpointError, ConfigError, describe
 from ..names import clean_tensor_name
 from ..runtime.held import held_params, units_in
@@ -30,20 +30,16 @@ def rekey_optim_state(
     Args:
         saved: A state dict of either kind.
         key_type: What the result is keyed by.
-        model: The model without wrappers.
+        model: The unwrapped model, or the wrapped one.
         source: The optimizer, or its parameters (or groups of them): they say which number is which parameter.
 
     Raises:
-        ConfigError: If ``key_type`` is no :class:`OptimStateKeyType`, or ``model`` holds wrappers.
+        ConfigError: If ``key_type`` is no :class:`OptimStateKeyType`.
         CheckpointError: If ``saved`` mixes names and numbers, or has a key the optimizer has not; names it.
     """
+    key_type = as_ours(key_type, OptimStateKeyType)
     if not isinstance(key_type, OptimStateKeyType):
         raise ConfigError(f"optim_state_key_type is {key_type!r}: expected an OptimStateKeyType.")
-    if units_in(model):
-        raise ConfigError(
-            "rekey_optim_state_dict takes the model without wrappers: state dicts of wrapped models are keyed by name, "
-            "and optim_state_dict_to_load takes both kinds."
-        )
     keys = dict.fromkeys(
         [*saved["state"], *(key for group in saved["param_groups"] for key in group["params"])]
     )
@@ -55,18 +51,15 @@ def rekey_optim_state(
             fqn=str(name),
         )
     by_number = key_type is OptimStateKeyType.PARAM_ID
-    view = view_of(held_params(model, []), source)
-    names = {key.name: key.items[0].fqn for key in view.keys}
+    held = held_params(model, units_in(model))
+    in_order = dict.fromkeys(fqn for group in view_of(held, source).group_names for fqn in group)
+    names: dict[int | str, str] = dict(enumerate(in_order))
     new: Mapping[Any, Any] = {key: key for key in keys}
     if kinds == {not by_number}:
         numbers = {fqn: number for number, fqn in names.items()}
-        numbers.update(
-            {
-                alias: numbers[key.items[0].fqn]
-                for key in view.keys
-                for alias in key.items[0].aliases
-            }
-        )
+        for item in held:
+            if item.fqn in numbers:
+                numbers.update(dict.fromkeys(item.aliases, numbers[item.fqn]))
         new = numbers if by_number else names
     return {
         "state": {

@@ -15,6 +15,7 @@ from ..config import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    as_ours,
 )
 from ..errors import ConfigError, UsageError
 
@@ -38,11 +39,17 @@ def settings_for(
         ConfigError: If ``state_dict_type`` is no :class:`StateDictType`.
         UsageError: If a config belongs to another type.
     """
+    state_dict_type = as_ours(state_dict_type, StateDictType)
     if not isinstance(state_dict_type, StateDictType):
         raise ConfigError(f"state_dict_type is {state_dict_type!r}: expected a StateDictType.")
     wanted, wanted_optim = _CONFIGS[state_dict_type]
-    config = wanted() if state_dict_config is None else state_dict_config
-    optim_config = wanted_optim() if optim_state_dict_config is None else optim_state_dict_config
+    kinds = [kind for pair in _CONFIGS.values() for kind in pair]
+    config = wanted() if state_dict_config is None else as_ours(state_dict_config, *kinds)
+    optim_config = (
+        wanted_optim()
+        if optim_state_dict_config is None
+        else as_ours(optim_state_dict_config, *kinds)
+    )
     for given, kind in ((config, wanted), (optim_config, wanted_optim)):
         if type(given) is not kind:
             raise UsageError(

@@ -1,0 +1,1 @@
+"""This package under other packages' module paths, for programs that import torch's wrapper by name."""
