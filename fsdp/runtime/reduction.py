@@ -104,7 +104,8 @@ class Reduction:
             self.unit.on_gradients()
 
     def _start(self) -> Work:
-        return self.unit.root.streams.run_reduce(self._launch, self._finish)
+        apart = self.unit.replicate.size > 1 and self.unit.shard.size > 1
+        return self.unit.root.streams.run_reduce(self._launch, self._finish, apart=apart)
 
     def abandon(self) -> None:
         """Let the other ranks go on without this rank's part in it; the buffers stay for those that still read them."""

@@ -1,7 +1,8 @@
 """Where communication runs: on streams of its own on accelerators, as asynchronous work on the CPU.
 
 Note [Stream order]
-    Three streams take part on an accelerator: compute (the user's current stream), gather and reduce.
+    Three streams take part on an accelerator: compute (the user's current stream), gather and reduce; where shards are
+    replicated, also replicate.  docs/explanation/streams.md has every buffer and hazard, and how the order is proven.
 
     ======================================  ===========================  =============================================
     what must come first                    what waits                   without it
@@ -10,8 +11,11 @@ Note [Stream order]
     last use of a unit (compute), recorded  any later gather             the allocator may hand the freed storage to the
     when it is resharded                                                 next gather while compute still reads it
     gather                                  compute, at first use        compute would read unfilled parameters
+    user's write into a shard (compute)     gather, if it is noticed in  a gather would read the old values
+                                            the middle of a forward
     copy into the reduce buffer (compute)   reduce                       the reduce would send half-filled gradients
-    reduce, scale, publish                  compute, end of backward     the optimizer would read unfinished gradients
+    reduce                                  replicate                    unfinished sums would be summed over replicas
+    reduce, replicate, scale, publish       compute, end of backward     the optimizer would read unfinished gradients
     reduce                                  compute, before the buffer   a later copy would overwrite gradients that are
                                             is filled again              still being sent
     ======================================  ===========================  =============================================
@@ -64,8 +68,13 @@ class Streams(Protocol):
     def run_gather(self, launch: Callable[[], Work]) -> Work:
         """Fill and gather; waiting on the result makes compute see the gathered values."""
 
-    def run_reduce(self, launch: Callable[[], Work], finish: Callable[[], None]) -> Work:
-        """Reduce what compute has prepared, then ``finish``; waiting on the result makes compute see both."""
+    def run_reduce(
+        self, launch: Callable[[], Work], finish: Callable[[], None], *, apart: bool = False
+    ) -> Work:
+        """Reduce what compute has prepared, then ``finish``; waiting on the result makes compute see both.
+
+        ``apart`` if ``finish`` communicates too, over another group: the next reduction then need not wait for it.
+        """
 
     def run_reduce_to_host(
         self, launch: Callable[[], Work], finish: Callable[[], None], arrived: Callable[[], None]
@@ -101,7 +110,9 @@ class HostStreams:
         """Start it."""
         return launch()
 
-    def run_reduce(self, launch: Callable[[], Work], finish: Callable[[], None]) -> Work:
+    def run_reduce(
+        self, launch: Callable[[], Work], finish: Callable[[], None], *, apart: bool = False
+    ) -> Work:
         """Start it; ``finish`` runs when waited on."""
         return _Then(launch(), finish)
 
@@ -152,6 +163,7 @@ class DeviceStreams:
         self._device = device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
+        self._replicate = self._module.Stream(device=device, priority=-1)
         self._users: dict[
             Any, None
         ] = {}  # streams that have computed with gathered parameters in this step
@@ -180,20 +192,29 @@ class DeviceStreams:
             launch().wait()
             return self._event_work(self._gather, self._users)
 
-    def run_reduce(self, launch: Callable[[], Work], finish: Callable[[], None]) -> Work:
-        """Launch and finish on the reduce stream; the result is an event."""
+    def run_reduce(
+        self, launch: Callable[[], Work], finish: Callable[[], None], *, apart: bool = False
+    ) -> Work:
+        """Launch on the reduce stream, finish there or on one of its own; the result is an event."""
         # Order: copy into the reduce buffer (compute) -> reduce.  Without it unfinished gradients are sent.
         self._reduce.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._reduce):
             launch().wait()
+        last = self._after_reduce() if apart else self._reduce
+        with self._module.stream(last):
             finish()
-            return self._event_work(self._reduce)
+        return self._event_work(last)
+
+    def _after_reduce(self) -> Any:
+        # Order: reduce-scatter -> all-reduce over replicas.  Without it unfinished sums are summed.
+        self._replicate.wait_stream(self._reduce)
+        return self._replicate
 
     def run_reduce_to_host(
         self, launch: Callable[[], Work], finish: Callable[[], None], arrived: Callable[[], None]
     ) -> Work:
         """Launch and finish on the reduce stream; ``arrived`` runs on the host when it has waited."""
-        self.run_reduce(launch, finish)
+        self.run_reduce(launch, finish, apart=False)
         # Order: copy of the gradient (reduce) -> host.  Without it a gradient that has half arrived is published.
         return _Then(_HostWork(self._recorded(self._reduce)), arrived)
 

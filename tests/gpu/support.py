@@ -226,9 +226,11 @@ class SlowStreams(DeviceStreams):
         self._delay()
         return super().run_gather(self._between(launch))
 
-    def run_reduce(self, launch: Callable[[], Any], finish: Callable[[], None]) -> Any:
+    def run_reduce(
+        self, launch: Callable[[], Any], finish: Callable[[], None], *, apart: bool
+    ) -> Any:
         self._delay()
-        return super().run_reduce(self._between(launch), self._between(finish))
+        return super().run_reduce(self._between(launch), self._between(finish), apart=apart)
 
     def released(self) -> None:
         self._delay()

@@ -123,9 +123,11 @@ def world(
         in_backward: Step the optimizer in the backward.
         options: Further arguments of the wrapper.
     """
-    with loopback_group(world_size, network, links={CPU: DeviceLink(machine, CPU, machine.spin)}):
+    links = [DeviceLink(machine, CPU, machine.spin) for _ in range(2)]
+    with loopback_group(world_size, network, links={CPU: links[0]}) as fabric:
         torch.manual_seed(0)
         if hybrid:
+            fabric.links_of[0, 2] = {CPU: links[1]}  # replicas are on other nodes
             options["process_group"] = (dist.new_group([0, 1]), dist.new_group([0, 2]))
         wrapped = FSDP(
             Model() if model is None else model,

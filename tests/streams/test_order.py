@@ -27,6 +27,7 @@ WAITS = [
     ("shards_written", None),
     ("run_gather", None),
     ("run_reduce", None),
+    ("_after_reduce", None),
     ("wait", "wait_unshard"),
     ("wait", "_wait_for_oldest"),
 ]
@@ -68,7 +69,7 @@ def test_a_step_in_the_backward_is_ordered_too():
 @pytest.mark.parametrize(("function", "caller"), WAITS, ids=str)
 def test_no_wait_can_be_left_out(function, caller):
     machine = Machine(STREAMS.name, (function, caller))
-    assert watched(machine, train), f"nobody misses the wait in {function}"
+    assert watched(machine, train, **OPTIONS["hybrid"]()), f"nobody misses the wait in {function}"
     assert machine.drops
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp import ShardingStrategy
 from tests.streams.scenarios import DIM, Model, accumulate, train, world
 from tests.streams.simulator import Machine
 from tools.bench.loopback_link import FREE, Network
@@ -63,6 +64,16 @@ def test_a_slow_network_is_never_idle():
     taken = seconds_of_a_step(network_on_which_a_gather_takes(gather))
     moved = 3 * BLOCKS * gather  # two gathers and a reduction of each block
     assert moved < taken < 1.1 * moved + 3
+
+
+def test_a_sum_over_replicas_runs_beside_the_next_reduction():
+    """With gathers for nothing: the sum of a unit, as long as its reduction, adds nothing but the last one."""
+    hybrid = {"hybrid": True, "sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
+    reduction = 2.5  # longer than a block's backward
+    network = Network(BLOCK_BYTES / 2 / reduction)
+    taken = seconds_of_a_step(network, **hybrid)
+    gathers = 0.5 * reduction  # hidden but for the first, whose order is not what is looked at here
+    assert taken < BLOCKS * (reduction + reduction) + BLOCKS + 1 + gathers + reduction, taken
 
 
 @pytest.mark.parametrize("scenario", [train, accumulate], ids=["train", "accumulate"])

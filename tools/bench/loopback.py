@@ -34,18 +34,21 @@ class Fabric:
     Attributes:
         network: What collectives cost from now on.
         links: One for each device, made when it is first used.
+        links_of: The same for single groups, by their ranks, which then do not share the others'.
         carried: Bytes and count of collectives so far, by name.
     """
 
     network: Network = FREE
     links: dict[torch.device, Link] = field(default_factory=dict)
+    links_of: dict[tuple[int, ...], dict[torch.device, Link]] = field(default_factory=dict)
     carried: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def link(self, device: torch.device) -> Link:
-        """The link of ``device``."""
-        if device not in self.links:
-            self.links[device] = link_for(device)
-        return self.links[device]
+    def link(self, device: torch.device, ranks: tuple[int, ...]) -> Link:
+        """The link of ``device`` for a group of ``ranks``."""
+        links = self.links_of.get(ranks, self.links)
+        if device not in links:
+            links[device] = link_for(device)
+        return links[device]
 
     def count(self, name: str, nbytes: int) -> None:
         """One more collective."""
@@ -132,10 +135,11 @@ class LoopbackGroup(dist.ProcessGroup):  # type: ignore[misc]
     torch 2.13 renamed some methods; both names are there.
     """
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
+    def __init__(self, rank: int, size: int, name: str, members: tuple[int, ...]) -> None:
         super().__init__(rank, size)
         self._rank_here = rank
         self._ranks = size
+        self._members = members
         self._name = name
         self._open: _Transfer | None = None
 
@@ -369,7 +373,8 @@ class LoopbackGroup(dist.ProcessGroup):  # type: ignore[misc]
             return _Work(None, ())
         seconds = _fabric.network.seconds(transfer.nbytes, self._ranks, transfer.passes)
         with torch.no_grad():
-            carried = _fabric.link(transfer.tensors[0].device).carry(seconds, transfer.run)
+            link = _fabric.link(transfer.tensors[0].device, self._members)
+            carried = link.carry(seconds, transfer.run)
         return _Work(carried, transfer.tensors)
 
 
@@ -383,7 +388,8 @@ def _sums(opts: Any) -> bool:
 
 
 def _create(options: Any, _: Any) -> LoopbackGroup:
-    return LoopbackGroup(options.group_rank, options.group_size, options.group_id)
+    members = tuple(options.global_ranks_in_group)
+    return LoopbackGroup(options.group_rank, options.group_size, options.group_id, members)
 
 
 dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
