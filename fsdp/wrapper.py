@@ -28,6 +28,7 @@ from .config import (
 from .errors import (
     ConfigError,
     TrainingStateError,
+    UnsupportedError,
     UsageError,
     describe,
 )
@@ -529,6 +530,37 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         checked = divisor_of(divisor)
         for unit in _units_in(self):
             unit.gradient_divisor = checked
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards from now on average gradients over the replicas too, under hybrid sharding.
+
+        For accumulation at less memory than in ``no_sync``: with False a backward sums gradients over the shard axis
+        only and each rank keeps its shard of the sum, unpublished; the first backward with True adds what was left
+        and sums it all over the replicas.  Nothing changes for units without replicas.
+
+        Collective: none; every rank sets the same.
+
+        Args:
+            requires_all_reduce: Whether they do.
+            recurse: Whether units inside this one's are set too.
+
+        Raises:
+            UnsupportedError: If a communication hook is registered, which averages by itself.
+
+        Example::
+
+            for number, batch in enumerate(micro_batches):
+                model.set_requires_all_reduce(number == len(micro_batches) - 1)
+                model(batch).loss.backward()
+        """
+        units = _units_in(self) if recurse else [self._unit]
+        if any(unit.comm_hook is not None for unit in units):
+            raise UnsupportedError(
+                "set_requires_all_reduce does not know communication hooks, which average by themselves: accumulate in "
+                "no_sync."
+            )
+        for unit in units:
+            unit.requires_all_reduce = requires_all_reduce
 
     @contextmanager
     def guard(self) -> Iterator[None]:

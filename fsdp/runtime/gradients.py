@@ -97,11 +97,17 @@ class _Mark:
 
 
 class Gradients:
-    """Where the gradients of one unit are until they are reduced."""
+    """Where the gradients of one unit are until they are reduced.
+
+    Attributes:
+        partial_sums: What backwards without all-reduce left: sums over the shard axis ``[shard_numel]``, and which
+            parameters were used.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._kept: dict[FlatParamHandle, tuple[Collected, list[_Mark]]] = {}
+        self.partial_sums: dict[FlatParamHandle, tuple[torch.Tensor, list[bool]]] = {}
 
     @property
     def kept(self) -> bool:

@@ -22,7 +22,9 @@ from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
 from ..flat.parameter import set_grad
 from .gradients import Collected
+from .guard import remember_accumulating
 from .param_hooks import run_post_accumulate_hooks
+from .streams import InTwo
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -38,11 +40,13 @@ class Part:
         handle: Whose gradient it is.
         collected: This rank's unsharded gradient.
         out: ``[shard_numel]`` reduce dtype, receives the reduced shard.
+        before: What earlier backwards left, summed over the shard axis only; None if nothing.
     """
 
     handle: FlatParamHandle
     collected: Collected
     out: torch.Tensor
+    before: torch.Tensor | None = None
 
     @property
     def exposed_used(self) -> list[bool]:
@@ -84,6 +88,7 @@ class Reduction:
         self.unit = unit
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._reduced_over_shards = False
+        self._stays = unit.replicate.size > 1 and not unit.requires_all_reduce
         self._work = self._start()
 
     def wait(self) -> None:
@@ -97,15 +102,33 @@ class Reduction:
         for part in self._parts:
             if part.collected.pooled:
                 pool.give_back(part.collected.buffer)
-        for part in self._parts:
+        for part in self._parts if not self._stays else ():
             run_post_accumulate_hooks(part.handle, part.exposed_used)
         self._parts = []
-        if self.unit.on_gradients is not None:
+        if self._stays:
+            remember_accumulating(self.unit)
+        elif self.unit.on_gradients is not None:
             self.unit.on_gradients()
 
     def _start(self) -> Work:
         apart = self.unit.replicate.size > 1 and self.unit.shard.size > 1
+        if apart and self.unit.root.streams.host_synchronous and self.unit.comm_hook is None:
+            return InTwo(self._launch(), self._over_replicas, self._publish)
         return self.unit.root.streams.run_reduce(self._launch, self._finish, apart=apart)
+
+    def advance(self) -> bool:
+        """On the CPU, end the sum over the shard axis and start that over the replicas, which then needs no waiting.
+
+        Collective: every rank of the replicate axis, in the same order of units.
+
+        Returns:
+            Whether there are two sums and the second one has begun.
+        """
+        if not isinstance(self._work, InTwo):
+            return False
+        with self.unit.reducing:
+            self._work.advance()
+        return True
 
     def abandon(self) -> None:
         """Let the other ranks go on without this rank's part in it; the buffers stay for those that still read them."""
@@ -120,7 +143,11 @@ class Reduction:
         out = whole
         if unit.shard.size > 1:
             out = torch.empty(handle.layout.shard_numel, dtype=whole.dtype, device=handle.device)
-        return Part(handle, collected, out)
+        if handle not in unit.gradients.partial_sums:
+            return Part(handle, collected, out)
+        before, used = unit.gradients.partial_sums.pop(handle)
+        collected.used = [a or b for a, b in zip(collected.used, used, strict=True)]
+        return Part(handle, collected, out, before)
 
     def _launch(self) -> Work:
         unit = self.unit
@@ -139,12 +166,28 @@ class Reduction:
         if work is not DONE:
             self._reduced_over_shards = True
             return work
-        return unit.replicate.all_reduce([part.out for part in self._parts])
+        return self._over_replicas()
+
+    def _over_replicas(self) -> Work:
+        """Start the sum over the replicas, of this and of what earlier backwards left; or leave it to a later one."""
+        for part in self._parts:
+            if part.before is not None:
+                part.out.add_(part.before)
+        if self._stays:
+            return DONE
+        return self.unit.replicate.all_reduce([part.out for part in self._parts])
 
     def _finish(self) -> None:
-        unit = self.unit
         if self._reduced_over_shards:
-            unit.replicate.all_reduce([part.out for part in self._parts]).wait()
+            self._over_replicas().wait()
+        self._publish()
+
+    def _publish(self) -> None:
+        unit = self.unit
+        if self._stays:
+            for part in self._parts:
+                unit.gradients.partial_sums[part.handle] = part.out, part.collected.used
+            return
         for part in self._parts:
             if unit.postdivide != 1.0:
                 part.out.div_(unit.postdivide)

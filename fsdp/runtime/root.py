@@ -322,6 +322,8 @@ class Root:
             len(self._in_flight) >= limit
             and self._in_flight_bytes + unit.unsharded_bytes > _SMALL_BYTES
         ):
+            if len(self._in_flight) == 1 and self._in_flight[0].advance():
+                break  # its sum over the replicas runs beside this one over the shard axis
             self._wait_for_oldest()
         self._in_flight_bytes += unit.unsharded_bytes
         self._in_flight.append(unit.new_reduction(unit))
@@ -338,7 +340,8 @@ class Root:
         finished here, last unit first on every rank.
         """
         for unit in reversed(self.units):
-            if unit.partly_arrived or (unit.accumulating and unit.sync_gradients):
+            owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
+            if unit.partly_arrived or (owes and unit.sync_gradients):
                 unit.finish_backward()
             unit.disarm()
         if self.lockstep.on:

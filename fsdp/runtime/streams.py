@@ -148,6 +148,34 @@ class _Then:
         abandon(self._work)
 
 
+class InTwo:
+    """Work that is followed by other work, and that by a function, on the host."""
+
+    __slots__ = ("_finish", "_launch", "_work")
+
+    def __init__(self, work: Work, launch: Callable[[], Work], finish: Callable[[], None]) -> None:
+        self._work = work
+        self._launch: Callable[[], Work] | None = launch
+        self._finish = finish
+
+    def advance(self) -> None:
+        """Wait for the first and launch the second, if that has not happened yet."""
+        launch, self._launch = self._launch, None
+        if launch is not None:
+            self._work.wait()
+            self._work = launch()
+
+    def wait(self) -> None:
+        """Wait for both, then run the function."""
+        self.advance()
+        self._work.wait()
+        self._finish()
+
+    def abandon(self) -> None:
+        """Neither wait nor run anything."""
+        abandon(self._work)
+
+
 class DeviceStreams:
     """An accelerator with streams and events.
 

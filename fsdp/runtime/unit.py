@@ -112,6 +112,7 @@ class Unit:
         unsharded_bytes: Size of the gathered parameters.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
+        requires_all_reduce: Whether backwards sum gradients over the replicas, and not over the shard axis only.
         buffer_masters: The buffers that were cast, as they were before; by module and name.
         dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
         rule_casts: The hooks around them.
@@ -130,6 +131,8 @@ class Unit:
     _guards: Writes = ()
     unclaimed: tuple[ManagedParam, ...] = ()
     on_new_handles: Callable[[], None] | None = None
+    tensor: Collectives = Loopback()
+    requires_all_reduce = True
 
     def __init__(
         self,
@@ -158,7 +161,6 @@ class Unit:
         self.config = config
         self.shard = shard
         self.replicate = replicate
-        self.tensor: Collectives = Loopback()
         self.name = ""
         self.index = 0
         self.residency = Residency.SHARDED
@@ -824,8 +826,13 @@ class Unit:
 
     @property
     def accumulating(self) -> bool:
-        """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
-        return self.gradients.kept
+        """Whether earlier backwards have left gradients that are not reduced over all ranks yet."""
+        return self.gradients.kept or bool(self.gradients.partial_sums)
+
+    @property
+    def owes_all_reduce(self) -> bool:
+        """Whether sums over the shard axis wait for a sum over the replicas, which is wanted now."""
+        return self.requires_all_reduce and bool(self.gradients.partial_sums)
 
     def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the unit's own modules, with the module that holds it and its name there."""
