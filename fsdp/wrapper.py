@@ -97,7 +97,8 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         param_init_fn: Initialises one module that has meta tensors; its ``reset_parameters`` if None.
         device_id: Device to compute on; units are moved there one at a time.
         sync_module_states: Give every rank the first rank's parameters and buffers.
-        forward_prefetch: Start the next gather of the forward explicitly, as the last iteration ran.
+        forward_prefetch: Accepted for its name: the next gather of the forward always starts early, in the order of the
+            last iteration.
         limit_all_gathers: Accepted for its name: gathers in flight are always bounded, without blocking the host.
         use_orig_params: Show users their own parameters (over this rank's pieces) instead of one flat parameter.
         ignored_states: Parameters or modules to leave alone; excludes ``ignored_modules``.
@@ -217,9 +218,6 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         unit.on_new_handles = _calling(weakref.WeakMethod(self._follow_new_handles))
         self.register_load_state_dict_post_hook(clean_incompatible_keys)
 
-    # -- the module ------------------------------------------------------------------------------------------------
-
-    @property
     def _show_flat_params(self) -> None:
         table = _torch.parameter_table(self)
         table.clear()
@@ -236,6 +234,9 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         self._state_hooks.settings = before.settings
         self._show_flat_params()
 
+    # -- the module ------------------------------------------------------------------------------------------------
+
+    @property
     def module(self) -> nn.Module:
         """The wrapped module.  Collective: none."""
         return self._fsdp_wrapped_module
@@ -520,7 +521,8 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
         """Divide summed gradients by ``divisor`` instead of by the number of ranks, from the next backward on.
 
         With a loss summed over tokens and the global number of tokens as divisor, gradients equal those of one big
-        batch however tokens are spread over ranks.  None restores the mean.  Communication hooks divide themselves.
+        batch however tokens are spread over ranks.  None restores the mean, or what the constructor or a
+        policy gave.  Communication hooks divide themselves.
 
         Collective: none; every rank sets the same.
 
@@ -828,7 +830,7 @@ class FullyShardedDataParallel(ModelStateInterface, OptimStateInterface, Joinabl
 
     @property
     def forward_prefetch(self) -> bool:
-        """Whether gathers of the forward are started explicitly.  Collective: none."""
+        """As given; gathers of the forward always start early.  Collective: none."""
         return self._arguments.forward_prefetch
 
     @property
