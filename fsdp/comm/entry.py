@@ -121,6 +121,22 @@ class EntryGate:
         """
         self._enter(sequence, step, _differing_steps, patient=True)
 
+    @property
+    def has_store(self) -> bool:
+        """Whether ranks can meet here at all."""
+        return self._store is not None
+
+    def compare(self, sequence: str, names: Sequence[str]) -> None:
+        """Find out where ranks, which are known to have run different ``names``, first differ.
+
+        Collective: every rank of the group.
+
+        Raises:
+            ShardMismatchError: Naming what each rank ran there; or the ranks that do not come within
+                ``FSDP_ENTRY_TIMEOUT`` seconds.
+        """
+        self._enter(sequence, _NOTE.join(names), _first_difference, patient=False)
+
     def _enter(
         self,
         sequence: str,
@@ -201,6 +217,20 @@ def _differing_steps(steps: Sequence[str]) -> str | None:
         return None
     return describe(
         f"Forward order differs across ranks: {_by_rank(steps)}",
+        remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
+    )
+
+
+def _first_difference(entries: Sequence[str]) -> str | None:
+    orders = [entry.split(_NOTE) for entry in entries]
+    if orders.count(orders[0]) == len(orders):
+        return None
+    place = next(
+        i for i in itertools.count() if len({tuple(order[: i + 1]) for order in orders}) > 1
+    )
+    steps = [f"unit {order[place]!r}" if place < len(order) else "nothing" for order in orders]
+    return describe(
+        f"Forward order differs across ranks: number {place + 1} of the units that ran was {_by_rank(steps)}",
         remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
     )
 

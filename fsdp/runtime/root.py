@@ -18,8 +18,10 @@ from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
 from .buffers import BufferPool
+from .guard import check_not_overlapped
 from .lockstep import Lockstep
 from .offload import Away
+from .order_check import OrderCheck
 from .reduction import Reduction
 from .streams import Streams, streams_for
 from .unit import Residency, Unit
@@ -60,6 +62,7 @@ class Root:
     Attributes:
         units: Every unit, the outermost first, in the order of the module walk.
         order: What ran when, for prefetching.
+        order_check: Whether ranks ran the same.
         lockstep: The fixed order of communication, where ranks may use different units.
         uneven: Tells ranks without data what comes, inside ``Join``.
         ranks_averaged: By how many ranks gradients are divided, if not by all.
@@ -99,6 +102,7 @@ class Root:
         self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
+        self.order_check = OrderCheck(self.units, self._sequence)
         self._forwards = (
             0  # attempts outside Join, failed ones included: the same number on every rank
         )
@@ -149,6 +153,7 @@ class Root:
             raise self.away.refuse_forward(entry)
         if not self.started:
             self._check_claimed()
+            check_not_overlapped(self.units)
             self.started = True
             with torch.inference_mode(mode=False):
                 for unit in self.units:
@@ -159,6 +164,8 @@ class Root:
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
+        if self.order_check.on:
+            self.order_check.look()
         if self.uneven is not None:
             self.uneven.forward(with_grad=torch.is_grad_enabled())
         if not self.lockstep.on:
@@ -200,6 +207,8 @@ class Root:
             ShardMismatchError: If another rank runs another unit; names both.
         """
         self.order.begin(unit.index)
+        if self.order_check.on:
+            self.order_check.path.append(unit.index)
         if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
             sequence = f"{self._sequence}.{self._forwards}"
             unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
@@ -219,14 +228,21 @@ class Root:
         for close in reversed(self.open_saves):
             close()
 
-    def end_forward(self) -> None:
-        """The last unit of a forward is left: free what was gathered ahead and not used."""
+    def _check_order(self, entry: Unit | None) -> None:
+        """A forward has ended that was entered by ``entry``: once an iteration, tell the other ranks its order."""
+        if entry is not None and entry.index == 0 and self._order_is_agreed:
+            self.order_check.exchange(self.streams)
+
+    def end_forward(self, entry: Unit | None = None) -> None:
+        """The last unit of a forward, ``entry``, is left: free what was gathered ahead and not used."""
         if not _torch.in_backward():
             self._entry_frame = None
             self.in_full_precision = False
             self.guarding = False
             for unit in self.units:
                 unit.unguard()
+            if self.order_check.on and not self.lockstep.on:
+                self._check_order(entry)
             self._order_is_agreed = self._order_is_agreed or not self.lockstep.on
             if self.lockstep.on:
                 self.lockstep.gather_all()
@@ -411,6 +427,7 @@ class Root:
     def reset(self) -> None:
         """Forget a step that failed half way; published gradients stay.  Collective: none."""
         self.stack.clear()
+        self.order_check.forget()
         self.guarding = False
         self.usage.clear()
         self.in_full_precision = False

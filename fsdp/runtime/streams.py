@@ -51,7 +51,7 @@ import torch
 
 from ..comm.collectives import Work, abandon
 
-__all__ = ["HostStreams", "DeviceStreams", "Streams", "streams_for"]
+__all__ = ["DeviceStreams", "HostStreams", "InTwo", "Streams", "capturing", "streams_for"]
 
 
 class Streams(Protocol):
@@ -199,7 +199,7 @@ class DeviceStreams:
 
     def start_step(self) -> None:
         """Gathers of this forward come after all that the current stream has been given."""
-        if _capturing(self._module):
+        if capturing(self._module):
             # Capture began with an idle device, and may not wait for what was recorded before it.
             self._releases.clear()
         self._users.clear()
@@ -286,7 +286,7 @@ class _HostWork:
         self._event.synchronize()
 
 
-def _capturing(module: Any) -> bool:
+def capturing(module: Any) -> bool:
     """Whether a graph is being captured on the current stream; not every accelerator has graphs."""
     asked = getattr(module, "is_current_stream_capturing", None)
     return asked is not None and bool(asked())

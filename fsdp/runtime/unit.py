@@ -513,7 +513,7 @@ class Unit:
             self._after_use(output)
             self._hook_what_inputs_hold((*args, *kwargs.values()))
         if not root.stack:
-            root.end_forward()
+            root.end_forward(self)
             if not _torch.in_backward():
                 return precision.cast_output(self, output)
         return None

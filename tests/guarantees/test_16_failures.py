@@ -11,8 +11,16 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.watch import Position, find_circle
+from fsdp.errors import ShardMismatchError
 from tests.support.ranks import run_ranks
-from tests.support.scripts import assert_same_gradients, batch, build, dense_grads, full_grads, wrap
+from tests.support.scripts import (
+    assert_same_gradients,
+    batch,
+    build,
+    dense_grads,
+    full_grads,
+    wrap,
+)
 
 LIMIT = 2.0
 
@@ -194,3 +202,38 @@ def fails_in_different_layers():
 
 def test_a_first_forward_that_fails_at_different_places_leaves_the_ranks_in_step():
     run_ranks(fails_in_different_layers, 2)
+
+
+def other_turns(use_orig_params):
+    """Accelerators match collectives by their order alone, so another one may pass; on the CPU it is made up here."""
+    rank = dist.get_rank()
+    model = wrap(build(), use_orig_params=use_orig_params)
+    check = model._unit.root.order_check
+    check.on = True
+
+    def swap(*_):
+        check.path[-2:] = check.path[:-3:-1]
+
+    handle = model.module.out.register_forward_pre_hook(swap)
+    for step in range(3):  # the same order on all ranks, whatever it is, is no error
+        if step == 2:
+            handle.remove()
+        model(batch(rank, step)).sum().backward()
+        with torch.no_grad():
+            model(batch(rank, step))
+            model.module.blocks[1](torch.ones(2, 7))  # an inner unit alone
+    if rank == 1:
+        model.module.out.register_forward_pre_hook(swap)
+    model(batch(rank)).sum().backward()
+    with pytest.raises(ShardMismatchError) as caught:
+        model(batch(rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_another_order_of_units_on_one_rank_is_found_by_a_hash_a_step(world_size, use_orig_params):
+    for message in run_ranks(other_turns, world_size, use_orig_params, timeout=30):
+        others = "rank 0" if world_size == 2 else "ranks 0, 2"
+        assert f"{others}: unit 'blocks.1'; rank 1: unit 'blocks.2'" in message
+        assert "number 4 of the units" in message  # after the lone inner unit, the root and a block
