@@ -32,7 +32,7 @@ def model():
     )
 
 
-@pytest.mark.parametrize("given", [None, [], (), iter([])], ids=str)
+@pytest.mark.parametrize("given", [None, [], (), iter([])], ids=lambda given: type(given).__name__)
 def test_nothing_given_ignores_nothing(given):
     ignored = resolve(model(), given)
 
