@@ -93,6 +93,7 @@ SETUPS = {
     "orig": Setup(),
     "zero2": Setup(strategy="SHARD_GRAD_OP"),
     "no shard": Setup(strategy="NO_SHARD"),
+    "hybrid": Setup(strategy="HYBRID_SHARD"),
     "bf16": Setup(low_precision=True),
     "bf16 flat": Setup(orig=False, low_precision=True),
     "accumulating": Setup(accumulate=3),
@@ -105,12 +106,24 @@ def wrap(setup: Setup, device: str) -> FSDP:
     precision = MixedPrecision(torch.bfloat16, torch.float32) if setup.low_precision else None
     return FSDP(
         build(),
+        process_group=_shard_and_replicate() if setup.strategy == "HYBRID_SHARD" else None,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=setup.orig,
         sharding_strategy=ShardingStrategy[setup.strategy],
         mixed_precision=precision,
         device_id=torch.device("cuda", 0) if device == "cuda" else None,
     )
+
+
+def _shard_and_replicate() -> tuple[Any, Any]:
+    """Groups of this rank: neighbours in pairs, and every second rank; of all there are where there are fewer."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inside = min(2, size)
+    first = rank - rank % inside
+    shard = list(range(first, first + inside))
+    replicate = list(range(rank % inside, size, inside))
+    groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (shard, replicate)]
+    return groups[0], groups[1]
 
 
 def root_of(model: FSDP) -> Root:

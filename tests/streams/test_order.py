@@ -66,6 +66,18 @@ def test_a_step_in_the_backward_is_ordered_too():
     assert not watched(Machine(), steps, in_backward=True)
 
 
+def test_sums_over_replicas_that_are_left_to_a_later_backward_are_ordered():
+    def steps(simulated):
+        for seed in range(3):
+            simulated.model.set_requires_all_reduce(False)
+            simulated.loss(seed).backward()
+            simulated.loss(seed + 1).backward()
+            simulated.model.set_requires_all_reduce(True)
+            simulated.step(seed + 2)
+
+    assert not watched(Machine(), steps, **OPTIONS["hybrid"]())
+
+
 @pytest.mark.parametrize(("function", "caller"), WAITS, ids=str)
 def test_no_wait_can_be_left_out(function, caller):
     machine = Machine(STREAMS.name, (function, caller))
