@@ -28,13 +28,13 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.group = group
-        received = torch.empty(x.shape)
+        received = torch.empty(x.shape, dtype=x.dtype)
         dist.all_to_all_single(received, x.contiguous(), group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        received = torch.empty(grad.shape)
+        received = torch.empty(grad.shape, dtype=grad.dtype)
         dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
         return None, received
 
