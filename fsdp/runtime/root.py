@@ -206,7 +206,9 @@ class Root:
         Raises:
             ShardMismatchError: If another rank runs another unit; names both.
         """
-        self.order.begin(unit.index)
+        for index in self.order.begin(unit.index):
+            if self.units[index].residency is Residency.GATHERING:
+                self.units[index].release()
         if self.order_check.on:
             self.order_check.path.append(unit.index)
         if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
@@ -269,6 +271,7 @@ class Root:
         for ahead in self._burst(unit, self.order.after):
             ahead.follow_user_changes()
             ahead.start_unshard()
+            self.order.foresee(ahead.index)
 
     def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> Iterator[Unit]:
         """The units to gather ahead of ``unit``: the next one, and those after it while together they are small.

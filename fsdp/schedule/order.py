@@ -20,13 +20,16 @@ class ExecutionOrder:
     Example:
         >>> order = ExecutionOrder()
         >>> for unit in (0, 1, 2):
-        ...     order.begin(unit)
+        ...     passed = order.begin(unit)
         ...     order.finish(unit)
         >>> order.before(2), order.before(0)
         (1, None)
         >>> order.start_iteration()
         >>> order.after(0)
         1
+        >>> order.foresee(1)
+        >>> order.begin(2)
+        [1]
     """
 
     def __init__(self) -> None:
@@ -34,6 +37,7 @@ class ExecutionOrder:
         self.finished: list[int] = []
         self.last_forward: list[int] = []
         self._begun: set[int] = set()
+        self._foreseen: list[int] = []
         self._finish_index: dict[int, int] = {}
         self._next_of: dict[int, int] = {}
 
@@ -45,13 +49,28 @@ class ExecutionOrder:
         self.forward = []
         self.finished = []
         self._begun.clear()
+        self._foreseen = []
         self._finish_index = {}
 
-    def begin(self, unit: int) -> None:
-        """The forward of ``unit`` begins (only its first in an iteration counts)."""
-        if unit not in self._begun:
-            self._begun.add(unit)
-            self.forward.append(unit)
+    def foresee(self, unit: int) -> None:
+        """The gather of ``unit`` has been started ahead of its forward."""
+        self._foreseen.append(unit)
+
+    def begin(self, unit: int) -> list[int]:
+        """The forward of ``unit`` begins (only its first in an iteration counts).
+
+        Returns:
+            The units that were foreseen before it and have been passed over, so that their parameters need not wait
+            until the end of the forward.
+        """
+        if unit in self._begun:
+            return []
+        self._begun.add(unit)
+        self.forward.append(unit)
+        foreseen = self._foreseen
+        reached = foreseen.index(unit) if unit in foreseen else len(foreseen)
+        self._foreseen = foreseen[reached + 1 :]
+        return foreseen[:reached]
 
     def finish(self, unit: int) -> None:
         """The forward of ``unit`` has ended."""
