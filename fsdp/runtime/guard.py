@@ -24,7 +24,12 @@ from ..flat.tensor_parallel import is_distributed
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["forget_left_behind", "remember_accumulating", "remember_left_behind"]
+__all__ = [
+    "check_not_overlapped",
+    "forget_left_behind",
+    "remember_accumulating",
+    "remember_left_behind",
+]
 
 
 class _LeftBehind:
@@ -116,3 +121,28 @@ def remember_left_behind(params: Iterable[tuple[nn.Parameter, str]]) -> None:
 def forget_left_behind(params: Iterable[nn.Parameter]) -> None:
     """Let optimizers hold ``params`` again: no flat parameter has their place any more."""
     _left_behind.forget(params)
+
+
+def check_not_overlapped(units: Iterable[Unit]) -> None:
+    """Refuse optimizers that torch's ``_apply_optimizer_in_backward`` has left on parameters for the wrapper to run.
+
+    Collective: none.
+
+    Raises:
+        UsageError: If there are any: nothing would step these parameters.
+    """
+    for unit in units:
+        for handle in unit.handles:
+            for param, fqn in zip(handle.exposed, handle.fqns, strict=False):
+                if getattr(param, "_in_backward_optimizers", None):
+                    raise UsageError(
+                        describe(
+                            "a parameter carries `_in_backward_optimizers`, which torch's wrapper steps (they are only "
+                            "supported with use_orig_params=True there) and this one does not",
+                            unit=unit.name,
+                            fqn=fqn,
+                            remedy="Use fsdp.optim.apply_optimizer_in_backward.",
+                        ),
+                        unit=unit.name,
+                        fqn=fqn,
+                    )
