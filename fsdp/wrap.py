@@ -573,8 +573,8 @@ def _with_uncast_classes(
         return chosen
     warnings.warn(
         "Both mixed precision and an `auto_wrap_policy` were given for a model with submodules of type "
-        f"{sorted({type(module).__name__ for module in uncast})}: these are wrapped as units of their own and "
-        "compute in full precision.",
+        f"{sorted({type(module).__name__ for module in uncast})}. These modules will be wrapped as separate units "
+        "with mixed precision disabled.",
         FsdpWarning,
         stacklevel=5,  # where the user wraps: below are the constructor, plan_overrides and select_units
     )

@@ -415,7 +415,8 @@ class FlatParamHandle:
             del table[name]
         # Who holds the flat parameter sees it whole too, as in the reference.
         self._shard_aside = self.flat_param.data
-        self.flat_param.data = full[: self.layout.numel]
+        # In orig mode with its padding, which the reference counts among the elements there.
+        self.flat_param.data = full if self.orig_mode else full[: self.layout.numel]
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(full, slot)
             shown = managed.param

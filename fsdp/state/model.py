@@ -274,17 +274,17 @@ class StateHooks:
     def _save_unmanaged(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, managed: set[str]
     ) -> None:
-        """Copy the buffers and the parameters that no unit manages; buffers in their own dtype."""
+        """Leave buffers, in their own dtype, and parameters that no unit manages as the module's own."""
         for name in _torch.buffer_table(module):
             key = prefix + name
             if key in state_dict:
                 state_dict[key] = precision.whole_buffer(
                     state_dict[key], self._unit.buffer_masters, (module, name)
                 )
-                self._keep(state_dict, key)
+                self._keep(state_dict, key, copy=False)
         for name in _torch.parameter_table(module):
             if name not in managed and prefix + name in state_dict:
-                self._keep(state_dict, prefix + name)
+                self._keep(state_dict, prefix + name, copy=False)
 
     def _make_whole(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
         """Gather a tensor-parallel parameter over its own ranks too, where one of them keeps it."""
@@ -330,14 +330,20 @@ class StateHooks:
         config = self.settings.state_dict_config
         return isinstance(config, FullStateDictConfig) and config.rank0_only
 
-    def _keep(self, state_dict: dict[str, Any], key: str) -> None:
-        """Replace the view of gathered or live memory under ``key`` by a copy where it is wanted, or drop it."""
+    def _keep(self, state_dict: dict[str, Any], key: str, *, copy: bool = True) -> None:
+        """Replace the view of gathered memory under ``key`` by a copy where it is wanted, or drop it.
+
+        Without ``copy`` memory that is not gathered stays as it is, unless it is to be offloaded.
+        """
         if not self._is_kept_here():
             state_dict.pop(key, None)
         elif key in state_dict:
             value = state_dict[key].detach()
-            to_cpu = self.settings.state_dict_config.offload_to_cpu
-            state_dict[key] = value.to("cpu", copy=True) if to_cpu else value.clone()
+            if self.settings.state_dict_config.offload_to_cpu:
+                value = value.to("cpu", copy=True)
+            elif copy:
+                value = value.clone()
+            state_dict[key] = value
 
     def _offloaded(self, value: torch.Tensor) -> torch.Tensor:
         return value.cpu() if self.settings.state_dict_config.offload_to_cpu else value

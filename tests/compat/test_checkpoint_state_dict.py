@@ -5,7 +5,6 @@ Oracle: the same functions over the dense model.
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 
@@ -200,16 +199,3 @@ assert not [finder for finder in sys.meta_path if "Watching" in type(finder).__n
 
 def test_the_module_is_taught_when_it_is_imported_after_wrapping():
     subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
-
-
-def test_a_copy_of_the_state_does_not_follow_the_model():
-    run_ranks(state_is_independent, 1)
-
-
-def state_is_independent():
-    model, optimizer = wrapped(orig=True)
-    train(model, optimizer)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    before = copy.deepcopy(state)
-    train(model, optimizer)
-    assert_same(state, before)

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp import (
     FsdpWarning,
@@ -21,7 +22,7 @@ from fsdp import (
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.errors import CheckpointError
+from fsdp.errors import CheckpointError, UsageError
 from fsdp.neighbours.accelerate import teach_accelerate
 from fsdp.neighbours.imports import replace_everywhere, when_imported
 from fsdp.neighbours.transformers import teach_transformers
@@ -312,3 +313,32 @@ def test_a_function_is_replaced_wherever_it_was_imported_to(monkeypatch):
 
     assert (home.function, guest.renamed) == (2, 2)
     assert guest.own() == 1
+
+
+def overlapped_by_torch(orig):
+    model = wrapped(orig)
+    _apply_optimizer_in_backward(
+        torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False
+    )
+    with pytest.raises(UsageError, match="only supported with use_orig_params=True") as caught:
+        model(torch.ones(2, 4))
+    assert "fsdp.optim.apply_optimizer_in_backward" in str(caught.value)
+    assert caught.value.fqn == "0.weight"
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_optimizers_that_nothing_would_step_are_refused(orig):
+    run_ranks(overlapped_by_torch, 2, orig)
+
+
+def sizes_while_summoned(orig):
+    model = FSDP(nn.Linear(5, 5), use_orig_params=orig)
+    with FSDP.summon_full_params(model):
+        flat_param = model._flat_param
+        return flat_param.numel()
+
+
+def test_a_summoned_flat_parameter_counts_its_padding_with_original_parameters_only():
+    assert run_ranks(sizes_while_summoned, 4, False) == [30] * 4
+    # 25 elements, 3 so that the next begins at 16 bytes, 5, and 3 so that ranks have equal shards.
+    assert run_ranks(sizes_while_summoned, 4, True) == [36] * 4
