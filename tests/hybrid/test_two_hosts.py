@@ -116,9 +116,11 @@ def traffic(names, folder):
         for _ in range(2):  # the first step meets, agrees and connects
             dist.barrier()
             before = sent_over_the_link()
+            dist.barrier()  # nobody on this host sends before both have looked
             model(x).sum().backward()
             dist.barrier()
             shares[strategy.name] = (sent_over_the_link() - before) / nbytes
+            dist.barrier()
     return rank, shares
 
 
