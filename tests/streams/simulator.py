@@ -13,6 +13,10 @@ Note [Allocator]
     allocated is assumed to lie where anything freed in the same pool has lain.  So a first access that is not ordered
     after the last accesses to all that was freed before is a race as well.
 
+Note [Memory of the host]
+    ``Machine.rests_on_host`` marks memory that is not the device's.  What works on such memory alone, and makes more of
+    it, is the host's own: it runs at once, after what the host has waited for and before what it launches next.
+
 Note [Streams of a backward]
     CUDA's autograd runs each node on the stream that its forward ran on, after the events of the nodes its gradients
     came from, and end-of-backward callbacks on the stream that called ``backward``, after the leaves.
@@ -94,7 +98,7 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits for what was recorded."""
-        if self._machine is not None:
+        if self._machine is not None and not self._machine.drops_this_wait():
             self._machine.synchronisations.append("event")
             _join(self._machine.host, self.clock)
 
@@ -164,6 +168,8 @@ class Machine:
         self._watched_file = watched_file
         self._names = iter(("compute", "gather", "reduce", "wire", "mover", *map(str, range(99))))
         self._current = self.Stream()
+        self._host = Stream(self, "the host")
+        self._resting: set[int] = set()
         self._blocks: dict[int, _Block] = {}
         self._living: dict[int, StorageWeakRef] = {}
         self._freed: dict[int, list[Access]] = {}
@@ -271,17 +277,31 @@ class Machine:
         self.synchronisations.append(operation)
         _join(self.host, self._current.clock)
 
+    def rests_on_host(self, tensor: torch.Tensor) -> None:
+        """The memory of ``tensor`` is the host's."""
+        storage = tensor.untyped_storage()
+        self._living.setdefault(storage._cdata, StorageWeakRef(storage))
+        self._resting.add(storage._cdata)
+
+    def is_hosts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an operation on ``tensors`` is the host's own."""
+        keys = [tensor.untyped_storage()._cdata for tensor in tensors]
+        return bool(keys) and self._resting.issuperset(keys)
+
     def operation(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """One operation on the current stream."""
+        """One operation on the current stream, or the host's own."""
         self.operations += 1
-        clock = self._current.tick()
-        self._current.now += self.costs.get(name, 0.0)
+        stream = self._host if self.is_hosts([*reads, *writes]) else self._current
+        clock = stream.tick()
+        stream.now += self.costs.get(name, 0.0)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 if tensor.numel():
-                    self._access(name, tensor, clock, is_write)
+                    self._access(name, tensor, clock, is_write, stream)
+        if stream is self._host:
+            _join(self.host, clock)
         if name in _SYNCHRONISES:
             self.synchronise(name)
 
@@ -304,6 +324,7 @@ class Machine:
         for key in [key for key, reference in self._living.items() if reference.expired()]:
             self._release(key)
             self._blocks.pop(key, None)
+            self._resting.discard(key)
             del self._living[key]
 
     def _start(self, storage: torch.UntypedStorage) -> None:
@@ -321,7 +342,9 @@ class Machine:
                     latest[access.stream] = access
             self._freed[block.pool] = list(latest.values())
 
-    def _access(self, name: str, tensor: torch.Tensor, clock: Clock, is_write: bool) -> None:
+    def _access(
+        self, name: str, tensor: torch.Tensor, clock: Clock, is_write: bool, stream: Stream
+    ) -> None:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             self._report(f"memory that {name} uses has been freed", "", name)
@@ -332,7 +355,6 @@ class Machine:
             self._blocks[key] = _Block(0)
         block = self._blocks[key]
         start, stop = _span(tensor)
-        stream = self._current
         access = Access(name, stream.number, clock[stream.number], start, stop, is_write)
         for earlier in block.after:
             if clock.get(earlier.stream, 0) < earlier.tick:
@@ -398,6 +420,8 @@ class _Watch(TorchDispatchMode):
         made = [t for t in fresh if t.untyped_storage()._cdata not in inputs]
         for tensor in made:
             machine.allocated(tensor)
+            if machine.is_hosts([*reads, *writes]):
+                machine.rests_on_host(tensor)
         if not schema.name.startswith("aten::empty"):
             machine.operation(schema.name, reads, [*writes, *made])
         return result
