@@ -469,3 +469,41 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     _init_optim_state(optimizer)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where ``tensor``'s memory begins; 0 for one that has none of its own (some subclasses)."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def inside_transform() -> bool:
+    """Whether a transform of ``torch.func`` is running.
+
+    Why: gathering is no function of its arguments, and torch's message about that names nothing of the user's.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def as_dtensor(value: Any) -> Any:
+    """``value`` itself, or, for a ShardedTensor in chunks along a dimension, a DTensor over the same memory.
+
+    Non-public because ``torch.distributed.checkpoint`` still reads into ShardedTensors, and nothing public says which
+    process group they are over.
+    """
+    if type(value).__name__ != "ShardedTensor":
+        return value
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    size, dim = value.size(), value.sharding_spec().dim
+    shards = value.local_shards()
+    empty = [0 if axis == dim else count for axis, count in enumerate(size)]
+    local = shards[0].tensor if shards else torch.empty(empty, dtype=value.dtype)
+    mesh = DeviceMesh.from_group(value._process_group, local.device.type)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(int(dim))], run_check=False, shape=size, stride=stride
+    )

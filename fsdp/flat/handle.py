@@ -638,9 +638,9 @@ class FlatParamHandle:
         if isinstance(current, ShardedStandIn):
             self._check_flat_shape()
             return None
-        if not isinstance(current, torch.Tensor):
+        if not isinstance(current, nn.Parameter):
             raise self._refusal(managed, slot, current)
-        if isinstance(current, nn.Parameter) and self.orig_mode:
+        if self.orig_mode:
             managed.param = current
         value = current.detach()
         if tuple(value.shape) == slot.shape and value.numel() != piece.in_slot.numel:
@@ -653,8 +653,10 @@ class FlatParamHandle:
         """The error for what can not take a parameter's place."""
         fqn = self._name_of(managed.fqn)
         what = f"a {type(current).__name__}"
-        if isinstance(current, torch.Tensor):
-            what = f"a tensor of shape {tuple(current.shape)}"
+        if isinstance(current, nn.Parameter):
+            what = f"a parameter of shape {tuple(current.shape)}"
+        elif isinstance(current, torch.Tensor):
+            what = f"a plain tensor of shape {tuple(current.shape)} (by functional_call?)"
         return UsageError(
             describe(
                 f"Cannot writeback: a parameter of shape {slot.shape} was replaced by {what}",

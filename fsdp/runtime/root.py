@@ -13,7 +13,7 @@ import torch
 
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
-from ..errors import TrainingStateError, UsageError, describe
+from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
 from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
@@ -75,6 +75,8 @@ class Root:
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
         in_full_precision: Whether the running forward computes in the shards' own dtype.
+        differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
+            parameters again, so they stay until another backward or forward.
         guarding: Whether a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
@@ -92,6 +94,7 @@ class Root:
         self.entered_with_grad = False
         self.in_full_precision = False
         self.guarding = False
+        self.differentiable = False
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
@@ -161,6 +164,7 @@ class Root:
         if _torch.in_backward():
             return
         self.recover()
+        _refuse_transforms(entry)
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
@@ -296,6 +300,7 @@ class Root:
     def begin_backward(self) -> None:
         """The first unit of a backward is reached."""
         self.backward_running = True
+        self.differentiable = torch.is_grad_enabled()
         self._backward_done.clear()
         self._backward_frame = _engine_frame()
         _torch.queue_end_of_backward(self.end_backward)
@@ -367,7 +372,9 @@ class Root:
             self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()
         self._agree_on_use()
-        self._reshard_all()
+        if not self.differentiable:
+            self._reshard_all()
+        self.differentiable = False
         self.streams.end_step()
         self.backward_running = False
         self._backward_frame = None
@@ -430,6 +437,7 @@ class Root:
     def reset(self) -> None:
         """Forget a step that failed half way; published gradients stay.  Collective: none."""
         self.stack.clear()
+        self.differentiable = False
         self.order_check.forget()
         self.guarding = False
         self.usage.clear()
@@ -446,6 +454,18 @@ class Root:
         for unit in self.units:
             unit.reset()
         self.lockstep.start_over()
+
+
+def _refuse_transforms(entry: Unit) -> None:
+    if _torch.inside_transform():
+        raise UnsupportedError(
+            describe(
+                "a forward was called inside a transform of torch.func (grad, vjp, vmap, ...)",
+                unit=entry.name,
+                remedy="Transform the unwrapped module, on parameters from `with FSDP.summon_full_params(model):`.",
+            ),
+            unit=entry.name,
+        )
 
 
 def _caller_of_caller() -> FrameType | None:

@@ -153,11 +153,7 @@ class Unit:
         self.rule_casts: precision.RuleCasts | None = None
         self.in_full_precision = False
         self.handles = tuple(handles)
-        self.offloaded = any(isinstance(handle, OffloadedHandle) for handle in self.handles)
-        self.new_reduction = OffloadedReduction if self.offloaded else Reduction
-        self._launch: Callable[[], Work] = self._launch_gather
-        if ReadAhead.is_for(self.handles):
-            self._launch = ReadAhead(self, self._launch_gather)
+        self._choose_ways()
         self.config = config
         self.shard = shard
         self.replicate = replicate
@@ -207,6 +203,14 @@ class Unit:
         self._prepare()
         if self.on_new_handles is not None:
             self.on_new_handles()
+
+    def _choose_ways(self) -> None:
+        """How parameters come from where they rest, and gradients go there."""
+        self.offloaded = any(isinstance(handle, OffloadedHandle) for handle in self.handles)
+        self.new_reduction = OffloadedReduction if self.offloaded else Reduction
+        self._launch: Callable[[], Work] = self._launch_gather
+        if ReadAhead.is_for(self.handles):
+            self._launch = ReadAhead(self, self._launch_gather)
 
     def remove_hooks(self) -> None:
         """Take the unit's hooks off its module, for a module that is wrapped anew."""
@@ -308,7 +312,7 @@ class Unit:
 
     def release(self) -> None:
         """Free the gathered parameters, unless ranks that use different units must keep them (see ``Lockstep``)."""
-        if not self.root.lockstep.on:
+        if not self.root.lockstep.on and not self.root.differentiable:
             self.reshard()
 
     def _show_leaves(self) -> None:
@@ -534,11 +538,17 @@ class Unit:
             )  # whatever holds the output's tensors, nothing tells when they are wanted
         else:
             opaque = False
-        keep = (opaque or (recomputing and torch.is_grad_enabled())) or (
-            awaited and not self.root.reshards_after_forward(self)
-        )
+        keep = (
+            opaque or self._hands_out_leaves(output) or (recomputing and torch.is_grad_enabled())
+        ) or (awaited and not self.root.reshards_after_forward(self))
         if not keep and not self._active:
             self.release()
+
+    def _hands_out_leaves(self, output: Any) -> bool:
+        """Whether the output shares the gathered parameters' memory (a codebook's weight, say)."""
+        memory = [handle.unsharded.addresses for handle in self._gathered]
+        found = [_torch.address_of(tensor) for tensor in iter_tensors(output)] if memory else ()
+        return any(address in addresses for addresses in memory for address in found)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Have the backward of each output tensor call :meth:`_pre_backward`; whether there is any.

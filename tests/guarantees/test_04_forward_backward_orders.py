@@ -11,11 +11,12 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from fsdp.errors import FsdpError
+from fsdp.errors import FsdpError, UnsupportedError, UsageError
 from tests.support.compare import GRADIENTS, Tolerance, assert_close
 from tests.support.models import build_gan_pair, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
 from tests.support.ranks import run_ranks
+from tests.support.scripts import batch, build, check_script, wrap
 
 EXPOSURES = (False, True)
 # Two or three backwards add up: a few more roundings than one has.
@@ -309,3 +310,45 @@ def undecayed():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_optimizer_leaves_unused_parameters_alone(world_size):
     run_ranks(undecayed, world_size)
+
+
+def penalised_inputs():
+    """A gradient penalty on the inputs: the second backward wants the parameters that the first one used."""
+
+    def script(model, rank):
+        for step in range(2):
+            x = batch(rank, step).requires_grad_()
+            loss = model(x).tanh().square().sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+
+    check_script(script)
+    check_script(script, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_penalty_on_the_gradient_of_the_inputs(world_size):
+    run_ranks(penalised_inputs, world_size)
+
+
+def transformed(use_orig_params):
+    model = wrap(build(), use_orig_params=use_orig_params)
+    before = model.state_dict()
+    x = batch(dist.get_rank())
+    for transform in (lambda: torch.func.vjp(model, x), lambda: torch.vmap(model)(x)):
+        with pytest.raises(UnsupportedError, match="unwrapped module"):
+            transform()
+    zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+    with pytest.raises(UsageError, match="functional_call"):
+        torch.func.functional_call(model, zeros, (x,))
+    model(x).sum().backward()
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_functional_transforms_are_refused_and_leave_the_parameters_alone(
+    world_size, use_orig_params
+):
+    run_ranks(transformed, world_size, use_orig_params)

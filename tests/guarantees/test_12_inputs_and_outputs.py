@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from dataclasses import dataclass, fields
@@ -9,12 +10,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp import MixedPrecision
+from fsdp.errors import ShardedParameterError
 from tests.support.ranks import run_ranks
-from tests.support.scripts import Block, Net, batch, check_script, wrap
+from tests.support.scripts import (
+    Block,
+    Net,
+    assert_same_gradients,
+    batch,
+    build,
+    check_script,
+    dense_grads,
+    full_grads,
+    wrap,
+)
 
 
 @dataclass
@@ -252,3 +265,131 @@ def cached(kind):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_of_what_a_forward_put_into_a_container(world_size, kind):
     run_ranks(cached, world_size, kind)
+
+
+class HandingOut(Block):
+    """Returns its weight beside its output, in one of the ways models do."""
+
+    ways = (
+        lambda w: w,
+        lambda w: w.detach(),
+        lambda w: {"codes": w.t()[0]},
+        lambda w: (None, w[:2]),
+    )
+    way = 0
+
+    def forward(self, x):
+        return super().forward(x), type(self).ways[self.way](self.up.weight)
+
+
+class Collecting(Net):
+    """Uses its blocks' weights after their forwards."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.blocks = nn.ModuleList(HandingOut(7) for _ in range(2))
+        for block in self.blocks:
+            block.way = way
+
+    def forward(self, x):
+        x, penalty = self.inp(x), 0.0
+        for block in self.blocks:
+            x, given = block(x)
+            leaves = pytree.tree_leaves(given)
+            penalty = penalty + sum(w.square().sum() for w in leaves if w is not None)
+        return self.out(x) + penalty
+
+
+def handed_out():
+    for way in range(len(HandingOut.ways)):
+
+        def script(model, rank):
+            with torch.no_grad():
+                assert model(batch(rank)).isfinite().all()
+            for step in range(2):
+                model(batch(rank, step)).square().sum().backward()
+
+        check_script(script, functools.partial(Collecting, way), {HandingOut})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_weight_that_a_unit_returns_is_whole_where_it_is_used(world_size):
+    run_ranks(handed_out, world_size)
+
+
+ESCAPED: list[torch.Tensor] = []
+
+
+class Hiding(Block):
+    """Keeps an intermediate where nobody looks."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(self.norm(x)))
+        ESCAPED.append(hidden)
+        return x + self.down(hidden)
+
+
+class HidingNet(Net):
+    """Of such blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Hiding(7) for _ in range(2))
+
+
+def escaped(use_orig_params, *, frozen):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain = build(HidingNet)
+    if frozen:
+        plain.blocks.requires_grad_(False)
+    reference = copy.deepcopy(plain)
+    model = wrap(plain, {Hiding}, use_orig_params=use_orig_params)
+    ESCAPED.clear()
+    model(batch(rank))
+    if world_size == 1:
+        ESCAPED[1].square().sum().backward()
+    else:
+        with pytest.raises(
+            RuntimeError
+        ):  # a trained unit's is named where its first gradient arrives
+            ESCAPED[1].square().sum().backward()
+
+    def script(net, rank):
+        net.zero_grad()
+        net(batch(rank)).square().sum().backward()
+
+    script(model, rank)  # and nothing of it is left
+    assert_same_gradients(
+        dense_grads(reference, script, world_size), full_grads(model), none_is_zero=True
+    )
+
+
+def escaped_first_layer():
+    """A gradient that arrives first is what tells: there is nothing freed to read before it."""
+    model = wrap(build(HidingNet), {nn.Linear, nn.LayerNorm})
+    kept = []
+    up = model.module.blocks[0].up.module
+    forward = up.forward
+    up.forward = lambda x: _noting(kept, up, forward(x))
+    model(batch(dist.get_rank()))
+    with pytest.raises(ShardedParameterError, match=r"blocks\.0\.up"):
+        kept[0].sum().backward()
+
+
+def _noting(kept, module, output):
+    kept.append(module.bias + 1.0)
+    return output
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_escaped_through_a_closure_is_an_error_and_never_a_crash(
+    world_size, use_orig_params, frozen
+):
+    run_ranks(escaped, world_size, use_orig_params, frozen=frozen)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_past_every_hook_is_refused_naming_the_unit(world_size):
+    run_ranks(escaped_first_layer, world_size)
