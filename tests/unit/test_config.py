@@ -36,6 +36,7 @@ FIELDS = {
     config.ShardedOptimStateDictConfig: {"offload_to_cpu": True, "_use_dtensor": False},
 }
 OURS = {  # fields the reference has not come after its own
+    config.CPUOffload: {"offload_optimizer": False, "folder": None},
     config.MixedPrecision: {
         "rules": None,
         "output_dtype": None,
