@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision
+from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.optim import apply_optimizer_in_backward
 from tests.moe.support import Block, build, dense_mean, loss_of, place, spread, wrap
-from tests.support.compare import GRADIENTS, assert_close
+from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.oracles import full_grads
 from tests.support.ranks import run_ranks
 
@@ -110,3 +111,34 @@ def late_rank():
 def test_a_rank_that_stays_away_from_a_save_is_named():
     messages = run_ranks(late_rank, 4)
     assert all("ranks [3] did not" in message for message in messages[:3])
+
+
+def in_hybrid(orig):
+    """The model is sharded in rows and replicated over columns; experts are sharded over columns."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    where = place(2)
+    model = wrap(
+        spread(build(seed=rank), where),
+        where,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2)),
+        use_orig_params=orig,
+    )
+    model.load_state_dict(build().state_dict())
+    loss_of(model, rank).backward()
+    expected = dense_mean(world)
+    got = full_grads(model)
+    assert_close({name: expected[name] for name in got}, got, GRADIENTS)
+    whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), whole, rtol=1e-6, atol=0)
+    assert_bitwise(dict(build().state_dict()), dict(model.state_dict()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.step()
+    state = FSDP.full_optim_state_dict(model, optimizer)
+    names = [name for name, _ in build().named_parameters()]
+    assert list(state.get("state", [])) == (names if rank == 0 else [])
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_experts_inside_a_hybrid_model(orig):
+    run_ranks(in_hybrid, 4, orig)

@@ -307,7 +307,7 @@ def scheduled(form):
         model, Lamb, overrides=lambda name, shape: {"lr": 0.0} if "layers.0" in name else {}, lr=0.1
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    before = model.state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(2):
         one_step(model, optimizer, step)
         schedule.step()
