@@ -34,6 +34,7 @@ __all__ = ["Home", "HostMemory", "MappedFiles", "is_mapped"]
 
 _SMALLEST_MAPPED = 64 << 10
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_M_MMAP_THRESHOLD = -3
 _MADV_WILLNEED = 3
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14; older ones refuse it
@@ -107,6 +108,7 @@ class MappedFiles(_Settling):
                 f"the offload folder {str(folder)!r} is no folder that this rank can write to: create it on every host "
                 "before wrapping."
             )
+        _keep_large_blocks_out_of_the_heap()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor ``[numel]`` in a file of its own; zeros, which take no disk until they are written."""
@@ -118,8 +120,18 @@ class MappedFiles(_Settling):
         try:
             storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
         finally:
-            os.unlink(path)
-        return torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[call-overload,no-any-return]
+            Path(path).unlink()
+        return torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[arg-type]
+
+    def settle(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor`` in a file; none of its pages stays in this process."""
+        copy = super().settle(tensor)
+        self.release([copy])
+        return copy
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is worth a file and has none."""
+        return tensor.nbytes >= _SMALLEST_MAPPED and not is_mapped(tensor)
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have the reader thread bring their pages in."""
@@ -169,6 +181,16 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
+
+
+@functools.cache
+def _keep_large_blocks_out_of_the_heap() -> None:
+    """Have the allocator of glibc map blocks of a mebibyte and more, so that freeing one gives its memory back.
+
+    By itself it raises this bound to the largest block freed so far, and keeps what is freed between other blocks.
+    """
+    if hasattr(_libc(), "mallopt"):
+        _libc().mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:

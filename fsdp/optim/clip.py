@@ -95,7 +95,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether a norm that is infinite or not a number is an error.  The host waits for the norm.
 
     Returns:
-        The norm before clipping: 0-dimensional, on the device of the gradients, equal on every rank.
+        The norm before clipping: 0-dimensional, on the device that computes, equal on every rank.
 
     Raises:
         UsageError: If ``error_if_nonfinite`` and the norm is not finite, naming the parameters (nothing is scaled), or
@@ -121,7 +121,8 @@ def clip_grad_norm_(
             _check_reduced(unit)
             grouping.add(unit, handle, [param])
     others = [param for param in params if param not in owners]
-    device = next((param.device for param in params), torch.device("cpu"))
+    devices = [owners[param][1].device if param in owners else param.device for param in params]
+    device = devices[0] if devices else torch.device("cpu")
     groups = grouping.groups
     return _clip(groups, others, float(max_norm), float(norm_type), device, error_if_nonfinite)
 
@@ -220,7 +221,7 @@ def _clip(
         raise _nonfinite(groups, rest, total.item())
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if every:
-        _torch.foreach_mul(every, coefficient)
+        _scale(every, coefficient)
     else:
         warnings.warn(
             f"clip_grad_norm_ was called on rank {dist.get_rank()} with no gradients -- returning the total norm "
@@ -229,6 +230,15 @@ def _clip(
             stacklevel=5,
         )
     return total.to(_result_dtype(every))
+
+
+def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply in place; of offloaded units gradients are on the host, where the factor has to be known."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, found in by_device.items():
+        _torch.foreach_mul(found, factor.to(device))
 
 
 def _nonfinite(groups: _Groups, rest: Sequence[torch.Tensor], norm: float) -> UsageError:

@@ -84,4 +84,16 @@ class ShardedGradScaler(torch.amp.GradScaler):
             device = optimizer.param_groups[0]["params"][0].device
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
         for flag in found.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
+            sent = self._sendable(flag)
+            dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.process_group)
+            if sent is not flag:
+                flag.copy_(sent)
+
+    def _sendable(self, flag: torch.Tensor) -> torch.Tensor:
+        """``flag`` where the group can send it from: gradients may rest on the host, which NCCL does not know."""
+        group = _torch.default_group() if self.process_group is None else self.process_group
+        try:
+            _torch.group_backend(group, flag.device)
+        except RuntimeError:
+            return flag.to(torch.accelerator.current_accelerator())
+        return flag

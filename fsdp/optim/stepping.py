@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .ownership import Ownership, Piece
 from .shared_group import copy_settings
 
-__all__ = ["LocalSteps", "copy_groups", "lent_grads"]
+__all__ = ["LocalSteps", "copy_groups", "lent_grads", "narrowed"]
 
 _Groups = Sequence[dict[str, Any]]
 
@@ -91,7 +91,7 @@ class LocalSteps:
             return
         copy_groups(groups, self._optim.param_groups)
         chosen = {piece.tensor for piece in pieces}
-        with lent_grads(params, grads), _narrowed(self._optim, chosen), _released(pieces):
+        with lent_grads(params, grads), narrowed(self._optim, chosen), _released(pieces):
             for piece in pieces:
                 piece.lend_grad()
             self._optim.step()
@@ -123,7 +123,7 @@ def lent_grads(
 
 
 @contextlib.contextmanager
-def _narrowed(optim: Optimizer, chosen: set[torch.Tensor]) -> Iterator[None]:
+def narrowed(optim: Optimizer, chosen: set[torch.Tensor]) -> Iterator[None]:
     """Let an optimizer see only some of its parameters."""
     before = [group["params"] for group in optim.param_groups]
     try:

@@ -202,9 +202,7 @@ def _loose(
     yield from states
 
 
-def _each_once(
-    tensors: Iterable[torch.Tensor], device: torch.device
-) -> Iterator[torch.Tensor]:
+def _each_once(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
     """Those on ``device`` that no file holds; each once, however many hold it."""
     seen: set[int] = set()
     for tensor in tensors:

@@ -72,9 +72,10 @@ def slices_from_flats(
 
     Args:
         unit: Whose group.
-        flats: This rank's ``[shard_numel]`` of each tensor, with its layout.
+        flats: This rank's ``[shard_numel]`` of each tensor, on the device or the host, with its layout.
     """
     me = unit.shard.rank
+    flats = [(layout, shard.to(unit.config.device)) for layout, shard in flats]
     slices = [
         [shard.new_empty(slice_span(slot, layout.world_size, me).numel) for slot in layout.slots]
         for layout, shard in flats

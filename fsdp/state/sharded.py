@@ -143,7 +143,7 @@ def slice_shards(
         only(slice_spread(layout), chosen),
         collectives,
         dtype=shard.dtype,
-        device=shard.device,
+        device=handle.device,
     )
     return {index: slice_tensor(layout, handle.rank, index, local[index], mesh) for index in chosen}
 
