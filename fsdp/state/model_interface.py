@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.overrides import is_tensor_like
 
 from ..config import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from ..errors import CheckpointError
@@ -161,6 +163,7 @@ class ModelStateInterface(nn.Module):
         """
         axes = self._arguments.axes
         metadata = getattr(state_dict, "_metadata", None)
+        state_dict = _with_tensors(state_dict)
         if broadcast_from_rank0:
             state_dict = receive_from_first(self, axes, state_dict)
         else:
@@ -204,6 +207,16 @@ def clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:  # no
     """A hook that gives missing and unexpected keys the names of the unwrapped model."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = dict.fromkeys(clean_tensor_name(key) for key in keys)
+
+
+def _with_tensors(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state_dict`` with tensors in place of what becomes one when it is used, as Lightning's lazy tensors do."""
+    late = {
+        key: torch.clone(value)
+        for key, value in state_dict.items()
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value)
+    }
+    return {**state_dict, **late} if late else state_dict
 
 
 def _under_actual_names(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -314,8 +314,22 @@ def _to_load(
                 remedy="Pass the state on every rank, or set FullOptimStateDictConfig(rank0_only=True).",
             )
         )
+    saved = _with_dtensors(saved)
     meshes = _meshes(model) if _has_dtensors(saved) else None
     return optim_state_to_load(model, _units_in(model), source, saved, meshes)
+
+
+def _with_dtensors(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``saved`` with DTensors in place of ShardedTensors, which ``load_sharded_optimizer_state_dict`` reads."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return saved
+    state = {
+        fqn: {name: _torch.as_dtensor(value) for name, value in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for fqn, values in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def _has_dtensors(saved: Any) -> bool:

@@ -10,7 +10,9 @@ import types
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp import (
@@ -342,3 +344,57 @@ def test_a_summoned_flat_parameter_counts_its_padding_with_original_parameters_o
     assert run_ranks(sizes_while_summoned, 4, False) == [30] * 4
     # 25 elements, 3 so that the next begins at 16 bytes, 5, and 3 so that ranks have equal shards.
     assert run_ranks(sizes_while_summoned, 4, True) == [36] * 4
+
+
+class Late:
+    """A tensor that is read when it is used, as Lightning's are."""
+
+    def __init__(self, value):
+        self.value = value
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        args = [arg.value if isinstance(arg, Late) else arg for arg in args]
+        return function(*args, **(kwargs or {}))
+
+
+def loads_late_tensors(orig):
+    model = wrapped(orig, seed=1)
+    wanted = net().state_dict()
+    model.load_state_dict({name: Late(value) for name, value in wanted.items()})
+    got = model.state_dict()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_what_becomes_a_tensor_when_it_is_used_is_loaded(orig):
+    run_ranks(loads_late_tensors, 2, orig)
+
+
+def read_into_sharded_tensors(orig, folder):
+    """As Lightning resumes: torch's reader gives the optimizer's state as ShardedTensors."""
+    model = wrapped(orig)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+    other = wrapped(not orig, seed=1)
+    fresh = torch.optim.Adam(other.parameters())
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        read = load_sharded_optimizer_state_dict(
+            other.state_dict(), "optim", dcp.FileSystemReader(folder)
+        )
+        assert type(read["optim"]["state"]["0.weight"]["exp_avg"]).__name__ == "ShardedTensor"
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, read["optim"]))
+    return FSDP.optim_state_dict(model, optimizer), FSDP.optim_state_dict(other, fresh)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+def test_an_optimizer_state_in_sharded_tensors_is_loaded(orig, world_size, tmp_path):
+    for wanted, got in run_ranks(read_into_sharded_tensors, world_size, orig, str(tmp_path)):
+        for name, values in wanted["state"].items():
+            for key, value in values.items():
+                assert torch.equal(got["state"][name][key], value), (name, key)
