@@ -24,8 +24,8 @@ from ..comm.topology import Axes
 from ..config import StateDictSettings
 from ..errors import CheckpointError, UnsupportedError
 from ..flat.handle import FlatParamHandle
-from ..flat.offloaded import handle_maker
 from ..flat.layout import FlatLayout, Piece
+from ..flat.offloaded import handle_maker
 from ..flat.sharing import ManagedParam
 from ..runtime.precision import DtypeRules, RuleCasts
 from ..runtime.unit import Unit
