@@ -246,7 +246,7 @@ class CPUOffload(_ShortRepr):
             device a forward instead of one a gather, for the memory of that copy.  What leaves the device is what
             the optimizer needs: the shards it steps, their gradients, its state.
         folder: Keep shards and gradients in files mapped from this folder, on a disk, for models larger than the
-            host's memory; with :class:`fsdp.optim.paged.PagedOptimizer` optimizer states too.
+            host's memory; with :class:`fsdp.optim.PagedOptimizer` optimizer states too.
 
     Raises:
         ConfigTypeError: If a flag is no truth value, or ``folder`` no path.

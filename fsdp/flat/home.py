@@ -30,7 +30,7 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["Home", "HostMemory", "MappedFiles", "is_mapped"]
+__all__ = ["Home", "HostMemory", "MappedFiles", "give_back_freed", "is_mapped"]
 
 _SMALLEST_MAPPED = 64 << 10
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -191,6 +191,14 @@ def _keep_large_blocks_out_of_the_heap() -> None:
     """
     if hasattr(_libc(), "mallopt"):
         _libc().mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def give_back_freed(device: torch.device) -> None:
+    """Have the allocator of ``device`` return what is free to the system, or to other programs on the device."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    elif hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(0)
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:

@@ -18,7 +18,7 @@ from .. import _torch
 from ..comm.collectives import Work
 from ..errors import TrainingStateError, UsageError, describe
 from ..flat.handle import FlatParamHandle
-from ..flat.home import Home, MappedFiles, is_mapped
+from ..flat.home import Home, MappedFiles, give_back_freed, is_mapped
 from ..flat.offloaded import OffloadedHandle
 from .buffers import BufferPool
 
@@ -151,8 +151,7 @@ def send_away(
             [*(handle.flat_param.data for handle in handles), *(item.tensor for item in moved)]
         )
     root.pool = BufferPool()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    give_back_freed(device)
     return Away(handles, moved)
 
 
