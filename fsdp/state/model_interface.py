@@ -211,9 +211,10 @@ def clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:  # no
 
 def _with_tensors(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """``state_dict`` with tensors in place of what becomes one when it is used, as Lightning's lazy tensors do."""
+    items = state_dict.items() if isinstance(state_dict, Mapping) else ()  # torch refuses others
     late = {
         key: torch.clone(value)
-        for key, value in state_dict.items()
+        for key, value in items
         if not isinstance(value, torch.Tensor) and is_tensor_like(value)
     }
     return {**state_dict, **late} if late else state_dict
