@@ -209,7 +209,7 @@ def clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:  # no
         keys[:] = dict.fromkeys(clean_tensor_name(key) for key in keys)
 
 
-def _with_tensors(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_tensors(state_dict: Any) -> Any:
     """``state_dict`` with tensors in place of what becomes one when it is used, as Lightning's lazy tensors do."""
     items = state_dict.items() if isinstance(state_dict, Mapping) else ()  # torch refuses others
     late = {
