@@ -319,7 +319,7 @@ def _to_load(
     return optim_state_to_load(model, _units_in(model), source, saved, meshes)
 
 
-def _with_dtensors(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_dtensors(saved: Any) -> Any:
     """``saved`` with DTensors in place of ShardedTensors, which ``load_sharded_optimizer_state_dict`` reads."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return saved
