@@ -11,9 +11,9 @@ from torch import nn
 
 from .errors import FsdpWarning, describe
 from .flat.handle import FlatParamHandle
+from .plan.selection import is_never_called
 from .runtime.root import Root
 from .runtime.unit import Unit
-from .wrap import is_never_called
 
 __all__ = [
     "DtypeLine",

@@ -25,11 +25,11 @@ from ..flat.offloaded import handle_maker
 from ..flat.sharing import ManagedParam, assign_owners
 from ..flat.tensor_parallel import localized
 from ..names import join_names
+from ..plan.selection import select_units
 from ..runtime.guard import remember_left_behind
 from ..runtime.held import unit_of
 from ..runtime.precision import DtypeRules, RuleCasts
 from ..runtime.unit import Unit, UnitConfig
-from ..wrap import select_units
 from .ignored import Ignored
 from .materialize import materialize_unit
 from .replicated import left_to_policy, replicated_arguments

@@ -12,7 +12,7 @@ from .. import _torch
 from ..comm.topology import Axes
 from ..config import ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError, describe, name_some
-from ..wrap import is_never_called
+from ..plan.selection import is_never_called
 from .ignored import Ignored
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from ..wrap import _Policy
+from .policies import _Policy
 
 __all__ = ["AutoWrapPolicy", "efficient_bytes"]
 
