@@ -140,11 +140,10 @@ class _Message:
         messages: For each neighbour, in the order of ranks; sent at once.
     """
 
-    __slots__ = ("_line", "_number")
+    _number: int | None = None
 
     def __init__(self, line: Line, messages: Sequence[Sequence[torch.Tensor]]) -> None:
         self._line = line
-        self._number: int | None = None
         self._number = line.send(messages)
 
     def wait(self) -> None:
@@ -174,8 +173,6 @@ class NearGather(_Message):
         slices: Each flat parameter's slices, by rank in the group.
     """
 
-    __slots__ = ("_slices",)
-
     def __init__(
         self, line: Line, own: Sequence[torch.Tensor], slices: Sequence[Sequence[torch.Tensor]]
     ) -> None:
@@ -199,8 +196,6 @@ class NearSums(_Message):
         rank: This rank in the group.
         received: For each of ``reduces``, what has come from ranks that are no neighbours once this is waited on.
     """
-
-    __slots__ = ("_rank", "_received", "_reduces")
 
     def __init__(
         self,
@@ -240,8 +235,6 @@ class NearCombination(_Message):
         rank: This rank in the group.
         combine: Combines two tensors into the ``out`` it is given.
     """
-
-    __slots__ = ("_combine", "_rank", "_tensors")
 
     def __init__(
         self,

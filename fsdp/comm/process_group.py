@@ -192,34 +192,33 @@ class PointToPointCollectives:
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
+        gathers = [gather for gather in gathers if gather.whole.numel()]
         own = [gather.slices[self.rank] for gather in gathers]
         lines = self._lines_for(sum(piece.nbytes for piece in own))
         works: list[Work] = []
         tag = self._gather_tag
         peers = self._peers if lines is None else lines.far
-        if peers:
-            for gather, piece in zip(gathers, own, strict=True):
-                if piece.numel():
-                    works += [self._group.recv([gather.slices[peer]], peer, tag) for peer in peers]
-                    works += [self._group.send([piece], peer, tag) for peer in peers]
+        for gather, piece in zip(gathers, own, strict=True):
+            works += [self._group.recv([gather.slices[peer]], peer, tag) for peer in peers]
+            works += [self._group.send([piece], peer, tag) for peer in peers]
         if lines is not None:
             works.append(NearGather(lines.gathers, own, [gather.slices for gather in gathers]))
         return _Exchange(self._gathers, self._watch, works)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """Send every peer its slice; add up the received ones in rank order when waited on."""
+        reduces = [reduce for reduce in reduces if reduce.out.numel()]
         lines = self._lines_for(sum(reduce.whole.nbytes - reduce.out.nbytes for reduce in reduces))
         works: list[Work] = []
         received: list[dict[int, torch.Tensor]] = []
         tag = self._reduce_tag
         peers = self._peers if lines is None else lines.far
         for reduce in reduces:
-            numel = reduce.out.numel()
-            chunks = torch.empty(len(peers), numel, dtype=reduce.out.dtype).unbind()
-            received.append(dict(zip(peers, chunks, strict=True)))
-            if numel:
-                works += [self._group.recv([received[-1][peer]], peer, tag) for peer in peers]
-                works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in peers]
+            chunks = torch.empty(len(peers), reduce.out.numel(), dtype=reduce.out.dtype).unbind()
+            parts = dict(zip(peers, chunks, strict=True))
+            works += [self._group.recv([parts[peer]], peer, tag) for peer in peers]
+            works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in peers]
+            received.append(parts)
         if lines is not None:
             works.append(NearSums(lines.reduces, reduces, self.rank, received))
         else:

@@ -109,9 +109,7 @@ def twice():
     half.weight = nn.Linear(3, 3).weight
     tied = nn.Linear(3, 3)
     tied.weight = half.weight
-    inner = FSDP(half)
-    with pytest.raises(ValueError, match="tied"):
-        FSDP(nn.ModuleList([tied, inner]))
+    FSDP(nn.ModuleList([tied, FSDP(half)]))  # not twice: the tied weight moves to the outer unit
     with pytest.raises(ValueError, match="already"):
         FSDP(nn.Sequential(shared))  # the wrapped module itself, past its wrapper
 
@@ -173,6 +171,10 @@ def delete(layer, orig):
 
 def to_buffer(layer, orig):
     del layer.weight
+    if not orig:
+        with pytest.raises(KeyError, match="'weight' already exists"):  # the stand-in does, and torch says so
+            layer.register_buffer("weight", torch.zeros(15, 7))
+        return True
     layer.register_buffer("weight", torch.zeros(15, 7))
     return True
 

@@ -198,7 +198,11 @@ def test_a_bare_tensor_is_one_tensor():
     assert map_tensors(lambda tensor: B, A) is B
 
 
-@pytest.mark.parametrize("tree", [None, 3, "abc", [], {}, (), Opaque(), Plain, range(2)], ids=lambda tree: type(tree).__name__)
+@pytest.mark.parametrize(
+    "tree",
+    [None, 3, "abc", [], {}, (), Opaque(), Plain, range(2)],
+    ids=lambda tree: type(tree).__name__,
+)
 def test_anything_else_holds_no_tensor_and_is_left_alone(tree):
     assert [] == iter_tensors(tree)
     assert map_tensors(torch.neg, tree) is tree
