@@ -7,7 +7,9 @@ means different parameters on different ranks can not be saved, and is an error 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +19,7 @@ from torch import nn
 from .. import _torch
 from ..comm.collectives import Collectives
 from ..comm.telling import tell_all
-from ..errors import CheckpointError, describe, name_some
+from ..errors import CheckpointError, FsdpWarning, describe, name_some
 from ..names import clean_tensor_name, join_names
 from ..runtime.held import held_params
 from ..runtime.spread import partial_units, tell_tree, widest
@@ -57,7 +59,7 @@ _Value = TypeVar("_Value")
 
 
 def find_elsewhere(
-    model: nn.Module, units: Sequence[Unit], order: Sequence[str]
+    model: nn.Module, units: Sequence[Unit], order: Sequence[str], *, may_clash: bool = False
 ) -> Elsewhere | None:
     """What other ranks hold; None, without any communication, where no unit is partial.
 
@@ -67,6 +69,8 @@ def find_elsewhere(
         model: A wrapper, or a module that contains some.
         units: The units in it.
         order: The keys that this rank's state dict may have, in order.
+        may_clash: Whether every rank keeps what it has, so that a name may mean something else on each: it is warned
+            about, and belongs to no other rank.
 
     Raises:
         CheckpointError: If a trainable parameter's name stands for different parameters on different ranks.
@@ -77,7 +81,13 @@ def find_elsewhere(
     tree = widest(units)
     mine = _names_in(model, partial)
     told = tell_tree(tree, (list(order), mine))
-    _check_unique([names for _, names in told])
+    clashing = _clashing([names for _, names in told])
+    if clashing:
+        if not may_clash:
+            raise CheckpointError(_describe_clash(clashing), fqn=clashing[0])
+        warnings.warn(_describe_clash(clashing), FsdpWarning, stacklevel=2)
+        told = [(keys, _without(names, clashing)) for keys, names in told]
+        mine = _without(mine, clashing)
     me = tree.replicate.rank * tree.shard.size + tree.shard.rank
     before = {name for _, names in told[:me] for name in names}
     every = {name for _, names in told for name in names}
@@ -106,26 +116,27 @@ def _names_in(model: nn.Module, partial: Sequence[Unit]) -> dict[str, int]:
     return names
 
 
-def _check_unique(told: Sequence[Mapping[str, int]]) -> None:
-    """Refuse names that more ranks have than hold the parameter: some of them mean another one."""
-    holders: dict[str, int] = {}
-    for names in told:
-        for name in names:
-            holders[name] = holders.get(name, 0) + 1
-    wrong = sorted(
+def _clashing(told: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names that more ranks have than hold the parameter: some of them mean another one."""
+    holders = Counter(name for names in told for name in names)
+    return sorted(
         {name for names in told for name, ranks in names.items() if ranks and holders[name] > ranks}
     )
-    if wrong:
-        raise CheckpointError(
-            describe(
-                f"the same names stand for different parameters on different ranks: {name_some(wrong)}; these units "
-                "are over fewer ranks than the rest, and other ranks have units of the same names",
-                fqn=wrong[0],
-                remedy="Name experts by their global number, nn.ModuleDict({str(number): Expert() for number in mine}) "
-                "for example; where the parameters are meant to be equal, use hybrid sharding.",
-            ),
-            fqn=wrong[0],
-        )
+
+
+def _without(names: Mapping[str, int], clashing: Collection[str]) -> dict[str, int]:
+    return {name: ranks for name, ranks in names.items() if name not in clashing}
+
+
+def _describe_clash(names: Sequence[str]) -> str:
+    return describe(
+        f"the same names stand for different parameters on different ranks: {name_some(names)}; these units are over "
+        "fewer ranks than the rest, and other ranks have units of the same names",
+        fqn=names[0],
+        remedy="Name experts by their global number, nn.ModuleDict({str(number): Expert() for number in mine}) for "
+        "example; where the parameters are meant to be equal, use hybrid sharding.  Until then only a full state dict "
+        "on every rank can be had, in which each rank has its own.",
+    )
 
 
 def merged_order(lists: Iterable[Sequence[str]]) -> list[str]:

@@ -221,8 +221,11 @@ class StateHooks:
         if self._type is StateDictType.LOCAL_STATE_DICT:
             return
         module = self._unit.module
+        everybody_keeps = self._type is StateDictType.FULL_STATE_DICT and not self._is_rank0_only
         try:
-            elsewhere = find_elsewhere(module, units_in(module), keys_in_order(module))
+            elsewhere = find_elsewhere(
+                module, units_in(module), keys_in_order(module), may_clash=everybody_keeps
+            )
         except CheckpointError:
             self._unit.root.close_saves()
             raise

@@ -174,7 +174,7 @@ class ModelStateInterface(nn.Module):
         result = super().load_state_dict(with_metadata, strict=False, assign=False)
         self._forgive_tied(result.missing_keys, state_dict)
         units = units_in(self)
-        elsewhere = find_elsewhere(self, units, keys_in_order(self))
+        elsewhere = find_elsewhere(self, units, keys_in_order(self), may_clash=True)
         if elsewhere is not None:
             others = elsewhere.others
             result.unexpected_keys[:] = [key for key in result.unexpected_keys if key not in others]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fsdp import FullStateDictConfig, StateDictType, checkpoint
+from fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType, checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.errors import CheckpointError, UnsupportedError
+from fsdp.errors import CheckpointError, FsdpWarning, UnsupportedError
 from fsdp.state.elsewhere import merged_order
 from tests.moe.support import build, loss_of, place, spread, wrap
 from tests.support.compare import TRAINED, assert_bitwise, assert_close
@@ -173,15 +173,21 @@ def test_a_checkpoint_loads_with_experts_over_other_ranks(tmp_path, saving, load
             assert_bitwise(values, optimizer["state"][name])
 
 
-def same_names(kind):
+def with_same_names():
+    """A model of which every rank calls its experts 0 and 1, after a backward."""
     where = place(2)
     model = build()
     for block in model.blocks:
-        block.experts.keep(range(2), None)  # experts 0 and 1 on every rank, by name
+        block.experts.keep(range(2), None)
     model = wrap(model, where)
     loss_of(model, dist.get_rank()).backward()
+    return model
+
+
+def same_names(kind, config):
+    model = with_same_names()
     with (
-        FSDP.state_dict_type(model, StateDictType[kind]),
+        FSDP.state_dict_type(model, StateDictType[kind], config),
         pytest.raises(CheckpointError, match="different parameters on different ranks") as caught,
     ):
         model.state_dict()
@@ -189,9 +195,33 @@ def same_names(kind):
     loss_of(model, dist.get_rank()).backward()  # nothing is left half open
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_name_that_means_different_experts_on_different_ranks_is_refused(kind):
-    run_ranks(same_names, 4, kind)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("FULL_STATE_DICT", FullStateDictConfig(rank0_only=True)),
+        ("SHARDED_STATE_DICT", ShardedStateDictConfig()),
+    ],
+    ids=["full", "sharded"],
+)
+def test_a_name_that_means_different_experts_on_different_ranks_is_refused(kind, config):
+    run_ranks(same_names, 4, kind, config)
+
+
+def own_experts():
+    model = with_same_names()
+    before = [value.clone() for value in model.parameters()]
+    with pytest.warns(FsdpWarning, match="different parameters on different ranks"):
+        state = model.state_dict()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    with pytest.warns(FsdpWarning, match="different parameters on different ranks"):
+        model.load_state_dict(state)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_whole_dicts_on_every_rank_hold_its_own_experts_where_names_clash_with_a_warning():
+    run_ranks(own_experts, 4)
 
 
 def frozen():
