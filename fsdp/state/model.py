@@ -277,14 +277,15 @@ class StateHooks:
     def _save_unmanaged(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, managed: set[str]
     ) -> None:
-        """Leave buffers, in their own dtype, and parameters that no unit manages as the module's own."""
+        """Copy the unit's buffers, in their own dtype; leave parameters and buffers that are ignored as they are."""
+        is_ours = module in self._entries
         for name in _torch.buffer_table(module):
             key = prefix + name
             if key in state_dict:
                 state_dict[key] = precision.whole_buffer(
                     state_dict[key], self._unit.buffer_masters, (module, name)
                 )
-                self._keep(state_dict, key, copy=False)
+                self._keep(state_dict, key, copy=is_ours)
         for name in _torch.parameter_table(module):
             if name not in managed and prefix + name in state_dict:
                 self._keep(state_dict, prefix + name, copy=False)
