@@ -41,7 +41,7 @@ use_given_python() {
 from importlib.util import find_spec
 
 needed = {"pytest": "pytest", "hypothesis": "hypothesis", "expecttest": "expecttest",
-          "pytest_timeout": "pytest-timeout", "safetensors": "safetensors"}
+          "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "safetensors": "safetensors"}
 print(*(package for module, package in needed.items() if find_spec(module) is None))
 PY
 )"
