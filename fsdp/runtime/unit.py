@@ -33,6 +33,7 @@ from ..flat.sharing import ManagedParam
 from ..flat.views import Writes
 from ..names import join_names
 from . import precision
+from .entrances import Entrances
 from .gradients import Gradients
 from .guard import remember_left_behind
 from .offload import ReadAhead
@@ -43,10 +44,6 @@ if TYPE_CHECKING:
     from .root import Root
 
 __all__ = ["Residency", "Unit", "UnitConfig", "living_units"]
-
-
-_LONGEST_KEPT = 256
-_ATTRIBUTES_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,8 @@ class Unit:
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._param_hooks = ParamHooks()
-        self._find_attributes()
+        self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
+        self._entrances.leave_out(self.handles)
         self._prepare()
         remember_left_behind(
             (managed.param, managed.fqn)
@@ -191,15 +189,13 @@ class Unit:
         self._post_hook = module.register_forward_hook(
             self._post_forward, with_kwargs=True, always_call=True
         )
-        self._forward_hooks_seen = 0
-        self._watched_inside: set[nn.Module] = set()
 
     def take_handles(self, handles: Sequence[FlatParamHandle]) -> None:
         """Own ``handles`` instead of the present ones; before any forward.  Collective: none."""
         self.handles = tuple(handles)
         for handle in self.handles:
             handle.name_with(partial(join_names, self.name))
-        self._find_attributes()
+        self._entrances.leave_out(self.handles)
         self._prepare()
         if self.on_new_handles is not None:
             self.on_new_handles()
@@ -482,8 +478,7 @@ class Unit:
             self._check_summoned_forward()
         else:
             self._unshard_for_forward()
-            if _torch.count_forward_hooks(self.modules) != self._forward_hooks_seen:
-                self._watch_user_hooks()
+            self._entrances.follow_user_hooks()
             if self._reads_frozen and torch.is_grad_enabled():
                 self._hook_inputs((args, kwargs))
         return precision.cast_inputs(self, args, kwargs, entering=entering)
@@ -515,7 +510,7 @@ class Unit:
             if not self._active and not _torch.in_backward():
                 self._show_sharded()
             self._after_use(output)
-            self._hook_what_inputs_hold((*args, *kwargs.values()))
+            self._entrances.hook_what_inputs_hold((*args, *kwargs.values()))
         if not root.stack:
             root.end_forward(self)
             if not _torch.in_backward():
@@ -525,7 +520,7 @@ class Unit:
     def _after_use(self, output: Any) -> None:
         """Free the parameters, or keep them for the backward that will want them soon."""
         recomputing = _torch.in_backward()
-        awaited = torch.is_grad_enabled() and self._hook_outputs(output)
+        awaited = torch.is_grad_enabled() and self._entrances.hook_outputs(output)
         if awaited and not recomputing:
             self.root.order.finish(self.index)
         if not torch.is_grad_enabled() and not recomputing:
@@ -550,82 +545,9 @@ class Unit:
         found = [_torch.address_of(tensor) for tensor in iter_tensors(output)] if memory else ()
         return any(address in addresses for addresses in memory for address in found)
 
-    def _hook_outputs(self, output: Any) -> bool:
-        """Have the backward of each output tensor call :meth:`_pre_backward`; whether there is any.
-
-        The hooks sit on graph nodes: they fire whichever output of a node the gradient comes through, and a view
-        is hooked at its base as well, because writing into the view in place replaces the view's own node.
-        """
-        found = False
-        for tensor in (*iter_tensors(output), *self._kept_on_modules()):
-            node = tensor.grad_fn
-            if node is not None:
-                node.register_prehook(self._pre_backward)
-                found = True
-                if _torch.is_view(tensor):
-                    base = _torch.view_base(tensor)
-                    if base is not None and base.grad_fn is not None:
-                        base.grad_fn.register_prehook(self._pre_backward)
-        return found
-
-    def _watch_user_hooks(self) -> None:
-        """Hook what users' forward hooks inside the unit see: they may keep it, and a backward may start there."""
-        for module in self.modules:
-            is_new = module is not self.module and module not in self._watched_inside
-            if is_new and _torch.count_forward_hooks([module]):
-                self._watched_inside.add(module)
-                module.register_forward_hook(self._after_inside)
-        self._forward_hooks_seen = _torch.count_forward_hooks(self.modules)
-
     def _after_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            self._hook_inside((args, output))
-
-    def _hook_what_inputs_hold(self, inputs: tuple[Any, ...]) -> None:
-        """Hook what lists and dictionaries among the inputs hold, which the forward may have put there."""
-        if torch.is_grad_enabled():
-            for value in inputs:
-                if type(value) is list or type(value) is dict:
-                    self._hook_inside(value)
-
-    def _hook_inside(self, tree: Any) -> None:
-        for tensor in iter_tensors(tree):
-            if tensor.grad_fn is not None:
-                # A partial is no Python frame: the root finds by its callers which backward this is.
-                tensor.grad_fn.register_prehook(partial(self._pre_backward, inside=True))
-
-    def _kept_on_modules(self) -> list[torch.Tensor]:
-        """Tensors that the forward left on the unit's modules (an auxiliary loss, say): a backward may start there."""
-        tables = self._module_tables
-        if sum(map(len, tables)) != self._module_table_sizes:
-            self._find_attributes()
-        changed = [
-            (table, name) for table, name, seen in self._plain if table.get(name) is not seen
-        ]
-        return [
-            tensor
-            for table, name in (*self._attributes, *changed)
-            for tensor in _tensors_of(table.get(name))
-            if tensor.grad_fn is not None
-        ]
-
-    def _find_attributes(self) -> None:
-        """Where the unit's modules keep attributes of their own, which a forward might set to tensors.
-
-        Apart from those whose present values, a number say, hold none.
-        """
-        sites = [site for handle in self.handles for param in handle.params for site in param.sites]
-        shown = {(site.module, site.name) for site in sites}
-        found = [
-            (vars(module), name, value)
-            for module in self.modules
-            for name, value in vars(module).items()
-            if name not in _ATTRIBUTES_OF_ALL_MODULES and (module, name) not in shown
-        ]
-        self._attributes = [(table, name) for table, name, value in found if _may_hold(value)]
-        self._plain = [entry for entry in found if not _may_hold(entry[2])]
-        self._module_tables = [vars(module) for module in self.modules]
-        self._module_table_sizes = sum(map(len, self._module_tables))
+            self._entrances.hook_inside((args, output))
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Free a unit with frozen parameters once the gradients of its inputs are computed, not before.
@@ -862,20 +784,6 @@ class Unit:
         if not self.summoned:
             self._show_sharded()
         self.reshard()
-
-
-def _may_hold(value: Any) -> bool:
-    """Whether ``value`` is, or might come to hold, what :func:`_tensors_of` finds."""
-    return isinstance(value, torch.Tensor) or type(value) in (list, tuple, dict)
-
-
-def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    """A tensor, or those in a short list, tuple or dictionary; longer ones hold something else than intermediates."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if type(value) in (list, tuple, dict) and 0 < len(value) <= _LONGEST_KEPT:
-        return iter_tensors(value)
-    return ()
 
 
 _living: weakref.WeakSet[Unit] = weakref.WeakSet()
