@@ -1,10 +1,11 @@
 """A training step with rounded communication, beside exact communication and a bfloat16 hook.
 
 Square linear layers with tanh, a unit each, float32, AdamW; the target is a fixed network of the same shape, so that
-losses can be compared.  For a slow link run it in a network of its own (root)::
+losses can be compared.  Ranks of one host would exchange exact values through shared memory, so switch that off; for a
+slow link run it in a network of its own (root)::
 
     unshare -n sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 100ms &&
-        GLOO_SOCKET_IFNAME=lo python -m tools.bench compression'
+        FSDP_SHARED_MEMORY=0 GLOO_SOCKET_IFNAME=lo python -m tools.bench compression'
 """
 
 from __future__ import annotations
