@@ -17,6 +17,9 @@ Note [Shared memory]
     Every word has one writer: posting is a copy, then two stores; reading is a load, then a copy, then a store.  No
     locks and no atomic operations are needed where stores become visible in order, so this is for x86-64 only.
 
+    A channel holds 63 messages: a rank that is further ahead of a peer that has not read yet waits before it sends.
+    Units have one gather and one reduction on their way at a time.
+
     A rank that waits polls: it yields the processor at first, then sleeps for a share of the time it has waited
     already.  It notices when the peer's process has ended, when the watch has found a deadlock, and the group's
     timeout.

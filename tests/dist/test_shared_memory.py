@@ -188,6 +188,28 @@ def test_work_that_nobody_waits_on_stands_in_nobodys_way(world_size):
     run_ranks(given_up, world_size, 100)
 
 
+def far_ahead(times):
+    """Rank 0 starts more gathers than a line can hold before it waits on the first; rank 1 waits on each at once."""
+    rank = dist.get_rank()
+    collectives = PointToPointCollectives(dist.group.WORLD)
+    wholes = [torch.full((2,), -1.0) for _ in range(times)]
+    works = []
+    for number, whole in enumerate(wholes):
+        whole[rank] = 1000 * rank + number
+        works.append(collectives.all_gather([Gather(whole, whole.split(1))]))
+        if rank == 1:
+            works[-1].wait()
+    if rank == 0:
+        time.sleep(0.5)  # until rank 1 is as far ahead as it may be
+    for number, (whole, work) in enumerate(zip(wholes, works, strict=True)):
+        work.wait()
+        assert whole.tolist() == [number, 1000 + number]
+
+
+def test_a_sender_waits_before_it_would_overwrite_where_an_unread_message_lies():
+    run_ranks(far_ahead, 2, 100)
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
