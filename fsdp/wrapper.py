@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from . import _torch
+from .adapters import teach
 from .comm.compression import Compression
 from .comm.topology import resolve_axes
 from .comm.watch import the_watch
@@ -51,7 +52,6 @@ from .names import (
     clean_tensor_name,
     flat_param_name,
 )
-from .neighbours import teach
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
 from .properties import WrapperProperties

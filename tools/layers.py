@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Floor by floor; each entry is a room, named by the modules or the folder in it.
 FLOORS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"errors", "config", "names", "_torch", "_pytree"}),),
-    tuple(frozenset({name}) for name in ("plan", "flat", "comm", "schedule", "neighbours")),
+    tuple(frozenset({name}) for name in ("plan", "flat", "comm", "schedule", "adapters")),
     tuple(frozenset({name}) for name in ("runtime", "wrap")),
     tuple(frozenset({name}) for name in ("init", "state", "optim", "report")),
     (frozenset({"wrapper", "properties"}),),

@@ -217,4 +217,4 @@ def _is_left_alone(path: str) -> bool:
     return path.startswith((_TORCH, _OURS + ".")) or path in (_OURS, _CHECKPOINT)
 
 
-_CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # see fsdp/neighbours/checkpoint.py
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # see fsdp/adapters/checkpoint.py

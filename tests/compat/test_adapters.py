@@ -24,10 +24,10 @@ from fsdp import (
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.adapters.accelerate import teach_accelerate
+from fsdp.adapters.imports import replace_everywhere, when_imported
+from fsdp.adapters.transformers import teach_transformers
 from fsdp.errors import CheckpointError, UsageError
-from fsdp.neighbours.accelerate import teach_accelerate
-from fsdp.neighbours.imports import replace_everywhere, when_imported
-from fsdp.neighbours.transformers import teach_transformers
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 

@@ -20,7 +20,7 @@ __all__ = ["teach"]
 
 @functools.cache
 def teach(wrapper: Any) -> None:
-    """Let the neighbours treat modules of class ``wrapper`` as they treat those of torch's.
+    """Let them treat modules of class ``wrapper`` as they treat those of torch's.
 
     At once where they are imported, else when they are.  Calling it again changes nothing.  Collective: none.
     """
