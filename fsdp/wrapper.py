@@ -153,6 +153,8 @@ class FullyShardedDataParallel(
         super().__init__()
         teach(FullyShardedDataParallel)
         check_not_wrapped(module, _is_wrapped)
+        for unit in _outermost_units(module).values():
+            unit.root.tree.follow()
         strategy = of_type(
             "sharding_strategy", sharding_strategy, ShardingStrategy, ShardingStrategy.FULL_SHARD
         )
@@ -313,6 +315,7 @@ class FullyShardedDataParallel(
         """An independent wrapper, sharded in the same way over the same process groups.  Collective: none."""
         unit = self._unit
         unit.root.check_idle("copy.deepcopy")
+        unit.root.tree.follow()
         unit.reshard()
         unit.follow_user_changes()
         outermost = memo.setdefault(_COPYING, self) is self
@@ -906,7 +909,7 @@ def _start_root(outer: FullyShardedDataParallel) -> None:
         for name, child in outer.named_modules()
         if isinstance(child, FullyShardedDataParallel)
     }
-    Root([wrapper._unit for wrapper in names], list(names.values()))
+    Root([wrapper._unit for wrapper in names], list(names.values()), outer)
 
 
 def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

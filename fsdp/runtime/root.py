@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
@@ -24,6 +25,7 @@ from .offload import Away
 from .order_check import OrderCheck
 from .reduction import Reduction
 from .streams import Streams, streams_for
+from .tree import Tree
 from .unit import Residency, Unit
 from .usage import Usage, agree
 
@@ -72,6 +74,8 @@ class Root:
         stack: Units whose forward is running, outermost first.
         backward_running: Whether a backward has reached one of the units and not ended yet.
         started: Whether any forward has run.
+        tree: The modules below the outermost wrapper.
+        changed: Whether the next forward has to look for changes first; true before the first one.
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
         in_full_precision: Whether the running forward computes in the shards' own dtype.
@@ -80,7 +84,7 @@ class Root:
         guarding: Whether a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
-    def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
+    def __init__(self, units: Sequence[Unit], names: Sequence[str], top: nn.Module) -> None:
         self.units = tuple(units)
         self.order = ExecutionOrder()
         self.streams: Streams = streams_for(
@@ -91,6 +95,7 @@ class Root:
         self.stack: list[Unit] = []
         self.backward_running = False
         self.started = False
+        self.changed = True
         self.entered_with_grad = False
         self.in_full_precision = False
         self.guarding = False
@@ -111,6 +116,7 @@ class Root:
         )
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.join_root(self, index, name)
+        self.tree = Tree(self, top)
         self.lockstep = Lockstep(self.units)
         self.uneven: Announcer | None = None
         self.ranks_averaged: int | None = None
@@ -154,13 +160,8 @@ class Root:
         """
         if self.away is not None:
             raise self.away.refuse_forward(entry)
-        if not self.started:
-            self._check_claimed()
-            check_not_overlapped(self.units)
-            self.started = True
-            with torch.inference_mode(mode=False):
-                for unit in self.units:
-                    precision.cast_buffers(unit)
+        if self.changed:
+            self._follow_changes()
         if _torch.in_backward():
             return
         self.recover()
@@ -187,6 +188,33 @@ class Root:
         if entry.index == 0:
             self.order.start_iteration()
         self.streams.start_step()
+
+    def _follow_changes(self) -> None:
+        """This is the first forward, or the modules may have changed."""
+        if not _torch.in_backward():
+            self.changed = self.tree.follow()
+        if not self.started:
+            self._check_claimed()
+            check_not_overlapped(self.units)
+            self.started = True
+            with torch.inference_mode(mode=False):
+                for unit in self.units:
+                    precision.cast_buffers(unit)
+
+    def take(self, units: Mapping[Unit, str]) -> None:
+        """Be the runtime of ``units``, the outermost first, which have these names; between forwards.
+
+        Collective: none; every rank does it alike.
+        """
+        self.units = tuple(units)
+        self.order = ExecutionOrder()
+        self._sequence = self.units[0].gate.new_sequence()
+        self._order_is_agreed = False
+        self.order_check = OrderCheck(self.units, self._sequence)
+        for index, (unit, name) in enumerate(units.items()):
+            unit.join_root(self, index, name)
+        self.lockstep = Lockstep(self.units)
+        self.started = False
 
     def _check_claimed(self) -> None:
         for unit in self.units:
@@ -371,6 +399,7 @@ class Root:
         if self.lockstep.on:
             self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()
+        self.pool.free_large()
         self._agree_on_use()
         if not self.differentiable:
             self._reshard_all()
