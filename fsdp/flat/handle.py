@@ -607,7 +607,7 @@ class FlatParamHandle:
         leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
         self._leaf_writes = self._exposure.as_parameters(leaves)
         if not self.orig_mode:
-            self._leaf_writes += self._exposure.as_attributes(leaves)
+            self._leaf_writes += self._exposure.without_attributes()
         if self._registered_in is not None:
             self._leaf_writes += ((*self._registered_in, None),)
 

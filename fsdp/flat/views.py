@@ -7,7 +7,7 @@ Note [Exposure]
     ==============================  ====================  ======================
     mode and moment                 ``module.__dict__``   ``module._parameters``
     ==============================  ====================  ======================
-    flat, own forward runs          the leaf              the leaf
+    flat, own forward runs          -                     the leaf
     flat, else                      a stand-in            None (nothing)
     orig, own forward runs          -                     the leaf
     orig, another forward runs      a stand-in            the user's parameter
@@ -15,10 +15,11 @@ Note [Exposure]
     ==============================  ====================  ======================
 
     So ``self.parameters()`` inside a module's forward yields its whole parameters, as it does unwrapped, and the
-    flat parameter is not registered meanwhile.  In orig mode the user's own ``nn.Parameter``, over this rank's
-    piece, is what attribute lookup finds between forwards, since it is what users freeze, hook and hand to
-    optimizers; but code that runs inside a forward and reaches for a parameter of another unit means to compute
-    with it, and is told that it is sharded.
+    flat parameter is not registered meanwhile; ``torch.func.functional_call`` on a part of the module, which
+    exchanges what is registered, computes with what it was given.  In orig mode the user's own ``nn.Parameter``,
+    over this rank's piece, is what attribute lookup finds between forwards, since it is what users freeze, hook and
+    hand to optimizers; but code that runs inside a forward and reaches for a parameter of another unit means to
+    compute with it, and is told that it is sharded.
     Alternatives considered: ``setattr`` (2 us a parameter, and it insists on ``nn.Parameter``); properties on the
     class (wrong for other instances of it); parametrizations (change the class and the state-dict keys).
 """
@@ -39,7 +40,9 @@ from .layout import FlatLayout, Slot
 __all__ = ["Exposure", "ShardedStandIn", "Writes", "fresh_leaves", "layout_views", "slot_view"]
 
 Writes = tuple[tuple[dict[str, Any], str, Any], ...]
-"""Dictionary writes: where, under which name, what."""
+"""Dictionary writes: where, under which name, what; :data:`_ABSENT` takes the entry away."""
+
+_ABSENT = object()
 
 
 class ShardedStandIn(torch.Tensor):
@@ -199,6 +202,10 @@ class Exposure:
         pairs = zip(self._sites, tensors, strict=True)
         return tuple((attributes, name, tensor) for (attributes, _, name), tensor in pairs)
 
+    def without_attributes(self) -> Writes:
+        """Let attribute lookup find what is registered."""
+        return tuple((attributes, name, _ABSENT) for attributes, _, name in self._sites)
+
     def as_parameters(self, tensors: Iterable[Any]) -> Writes:
         """Write each tensor where ``parameters()`` finds it; None for nothing."""
         pairs = zip(self._sites, tensors, strict=True)
@@ -207,7 +214,10 @@ class Exposure:
     def show(self, writes: Writes) -> None:
         """Make the writes."""
         for table, name, tensor in writes:
-            table[name] = tensor
+            if tensor is _ABSENT:
+                table.pop(name, None)
+            else:
+                table[name] = tensor
         for module in self._recurrent:
             weights = [
                 getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
