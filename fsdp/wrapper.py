@@ -343,7 +343,7 @@ class FullyShardedDataParallel(
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
         for original in self._state_hooks.hooked:
-            copied = copy.deepcopy(original, memo)  # already there, unless it was taken out of the tree
+            copied = copy.deepcopy(original, memo)  # there already, if it is still in the tree
             if isinstance(copied, nn.Module):  # an inner wrapper may be a record
                 _torch.remove_hooks_of(copied, stale)
         for name in self._forward_methods:

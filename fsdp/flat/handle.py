@@ -672,9 +672,7 @@ class FlatParamHandle:
         for site in managed.sites:
             table = _torch.parameter_table(site.module)
             current = table.get(site.name)
-            if (
-                current is None and site.name in table and not self.orig_mode
-            ):  # else it was taken away
+            if current is None and site.name in table and not self.orig_mode:
                 current = site.module.__dict__.get(site.name)
             if current is not managed.param and not isinstance(current, ShardedStandIn):
                 break
