@@ -42,21 +42,21 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+NO_TASK = -1
+"""What :func:`backward_task` returns outside of backwards."""
+
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that runs on this thread, ``NO_TASK`` for none; nested passes have numbers of their own.
+
+Why: a forward that recomputes activations must leave its unit unsharded for the backward that follows at once.
+Bound and not called through a function of ours, since every unit asks several times a step.  Since torch 2.1;
+removable when autograd makes the current graph task public.
+"""
+
+
 def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass (true during checkpoint recomputation).
-
-    Why: a forward that recomputes activations must leave its unit unsharded for the backward that follows at once.
-    Since torch 2.1; removable when autograd makes the current graph task public.
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
-def backward_task() -> int:
-    """Number of the backward pass that runs on this thread, -1 for none; nested passes have numbers of their own.
-
-    Why and since when: see :func:`in_backward`.
-    """
-    return int(torch._C._current_graph_task_id())
+    """Whether the calling thread is inside a backward pass, as it is while checkpoints recompute."""
+    return backward_task() != NO_TASK
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -404,12 +404,12 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
-def count_forward_hooks(modules: Iterable[nn.Module]) -> int:
-    """How many forward hooks there are on ``modules``; cheap enough for every forward.
+def forward_hook_table(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """``module``'s own dictionary of forward hooks.
 
     Why: a hook of the user's may keep an intermediate from which a backward starts later.
     """
-    return sum([len(module._forward_hooks) for module in modules])
+    return module._forward_hooks
 
 
 def group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup | None:

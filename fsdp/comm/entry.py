@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .. import _torch
 from ..errors import FsdpError, FsdpWarning, ShardMismatchError, describe
@@ -24,32 +24,23 @@ from .watch import the_watch
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-__all__ = ["EntryGate", "gate_of", "naming_failures"]
+__all__ = ["EntryGate", "gate_of", "raise_named"]
 
 _NOTE = "\x1f"  # between the name of a call and what a rank has to say about it
 _LONGEST_WAIT = 1800.0  # seconds; as long as torch's own collectives wait by default
 
 
-class naming_failures:  # noqa: N801 a context manager, in the hot path too hot for a generator
-    """Turns what a backend raises when a peer is gone or late into an error that names the activity."""
-
-    __slots__ = ("_activity",)
-
-    def __init__(self, activity: str) -> None:
-        self._activity = activity
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, FsdpError):
-            raise ShardMismatchError(
-                describe(
-                    f"communication failed while {self._activity}: {error}",
-                    remedy="A rank has stopped, or ranks have run different units or calls; look at the first error "
-                    "of every rank.",
-                )
-            ) from error
+def raise_named(activity: str, error: RuntimeError) -> NoReturn:
+    """Raise, in the place of ``error``, what a backend's failure in ``activity`` means: a peer is gone or late."""
+    if isinstance(error, FsdpError):
+        raise error
+    raise ShardMismatchError(
+        describe(
+            f"communication failed while {activity}: {error}",
+            remedy="A rank has stopped, or ranks have run different units or calls; look at the first error "
+            "of every rank.",
+        )
+    ) from error
 
 
 def gate_of(group: ProcessGroup) -> EntryGate:

@@ -196,11 +196,9 @@ class UnshardedStorage:
         self._aside = None if resident else freed_storage(self._nbytes, flat.device)
         self.free()
 
-    @property
-    def addresses(self) -> range:
-        """Where the memory lies; empty while there is none."""
-        start = self.flat.data_ptr()
-        return range(start, start + self._storage.nbytes())
+    def covers(self, address: int) -> bool:
+        """Whether ``address`` is in the memory; never while there is none."""
+        return 0 <= address - self.flat.data_ptr() < self._storage.nbytes()
 
     def watch_frozen(self) -> None:
         """While sharded, have autograd refuse what it has saved of leaves that take no gradients.

@@ -41,9 +41,12 @@ class Entrances:
         self._modules = modules
         self._reached = reached
         self._after_inside = after_inside
+        self._hook_tables = [_torch.forward_hook_table(module) for module in modules]
         self._forward_hooks_seen = 0
         self._watched_inside: set[nn.Module] = set()
         self._shown: set[tuple[nn.Module, str]] = set()
+        # torch's own modules have settings as attributes and never set them in a forward.
+        self._settings = {m: frozenset(vars(m)) for m in modules if _is_torchs_own(m)}
         self._find_attributes()
 
     def leave_out(self, handles: Iterable[FlatParamHandle]) -> None:
@@ -52,14 +55,14 @@ class Entrances:
         self._shown = {(site.module, site.name) for site in sites}
         self._find_attributes()
 
-    def hook_outputs(self, output: Any) -> bool:
-        """Hook each output tensor and what the forward left on modules; whether there is any.
+    def hook_outputs(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Hook each of ``outputs`` and what the forward left on modules; whether there is any to hook.
 
         The hooks sit on graph nodes: they fire whichever output of a node the gradient comes through, and a view
         is hooked at its base as well, because writing into the view in place replaces the view's own node.
         """
         found = False
-        for tensor in (*iter_tensors(output), *self._kept_on_modules()):
+        for tensor in (*outputs, *self._kept_on_modules()):
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(self._reached)
@@ -70,24 +73,23 @@ class Entrances:
                         base.grad_fn.register_prehook(self._reached)
         return found
 
-    def hook_what_inputs_hold(self, inputs: Iterable[Any]) -> None:
+    def hook_what_inputs_hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook what lists and dictionaries among the inputs hold, which the forward may have put there."""
-        if torch.is_grad_enabled():
-            for value in inputs:
+        for values in (args, kwargs.values()) if kwargs else (args,):
+            for value in values:
                 if type(value) is list or type(value) is dict:
                     self.hook_inside(value)
 
     def follow_user_hooks(self) -> None:
         """Hook what users' forward hooks inside the unit see: they may keep it, and a backward may start there."""
-        count = _torch.count_forward_hooks(self._modules)
-        if count == self._forward_hooks_seen:
+        if sum(map(len, self._hook_tables)) == self._forward_hooks_seen:
             return
-        for module in self._modules:
+        for module, hooks in zip(self._modules, self._hook_tables, strict=True):
             is_new = module is not self._module and module not in self._watched_inside
-            if is_new and _torch.count_forward_hooks([module]):
+            if is_new and hooks:
                 self._watched_inside.add(module)
                 module.register_forward_hook(self._after_inside)
-        self._forward_hooks_seen = _torch.count_forward_hooks(self._modules)
+        self._forward_hooks_seen = sum(map(len, self._hook_tables))
 
     def hook_inside(self, tree: Any) -> None:
         """Hook every tensor in ``tree``, which is no output of the unit."""
@@ -100,12 +102,13 @@ class Entrances:
         """Tensors that the forward left on the unit's modules (an auxiliary loss, say)."""
         if sum(map(len, self._tables)) != self._table_sizes:
             self._find_attributes()
-        changed = [
-            (table, name) for table, name, seen in self._plain if table.get(name) is not seen
-        ]
+        places = self._attributes
+        changed = [place for place in self._plain if place[0].get(place[1]) is not place[2]]
+        if changed:
+            places = [*places, *changed]
         return [
             tensor
-            for table, name in (*self._attributes, *changed)
+            for table, name, _ in places
             for tensor in _tensors_of(table.get(name))
             if tensor.grad_fn is not None
         ]
@@ -119,12 +122,17 @@ class Entrances:
             (vars(module), name, value)
             for module in self._modules
             for name, value in vars(module).items()
-            if name not in _ATTRIBUTES_OF_ALL_MODULES and (module, name) not in self._shown
+            if name not in self._settings.get(module, _ATTRIBUTES_OF_ALL_MODULES)
+            and (module, name) not in self._shown
         ]
-        self._attributes = [(table, name) for table, name, value in found if _may_hold(value)]
-        self._plain = [entry for entry in found if not _may_hold(entry[2])]
+        self._attributes = [place for place in found if _may_hold(place[2])]
+        self._plain = [place for place in found if not _may_hold(place[2])]
         self._tables = [vars(module) for module in self._modules]
         self._table_sizes = sum(map(len, self._tables))
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _may_hold(value: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from .. import _torch
 from ..comm.collectives import DONE, Reduce, Work, abandon
+from ..comm.entry import raise_named
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
 from ..flat.parameter import set_grad
@@ -93,8 +94,10 @@ class Reduction:
 
     def wait(self) -> None:
         """Make the gradients visible: to the host on the CPU, to the current stream elsewhere."""
-        with self.unit.reducing:
+        try:
             self._work.wait()
+        except RuntimeError as error:
+            raise_named(self.unit.reducing, error)
         self._work = (
             DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
         )
@@ -126,8 +129,10 @@ class Reduction:
         """
         if not isinstance(self._work, InTwo):
             return False
-        with self.unit.reducing:
+        try:
             self._work.advance()
+        except RuntimeError as error:
+            raise_named(self.unit.reducing, error)
         return True
 
     def abandon(self) -> None:

@@ -26,7 +26,7 @@ from .order_check import OrderCheck
 from .reduction import Reduction
 from .streams import Streams, streams_for
 from .tree import Tree
-from .unit import Residency, Unit
+from .unit import GATHERING, SHARDED, Unit
 from .usage import Usage, agree
 
 __all__ = ["Root"]
@@ -239,18 +239,13 @@ class Root:
             ShardMismatchError: If another rank runs another unit; names both.
         """
         for index in self.order.begin(unit.index):
-            if self.units[index].residency is Residency.GATHERING:
+            if self.units[index].residency is GATHERING:
                 self.units[index].release()
         if self.order_check.on:
             self.order_check.path.append(unit.index)
         if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
             sequence = f"{self._sequence}.{self._forwards}"
             unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
-
-    def before_gather(self, unit: Unit) -> None:
-        """The gather of ``unit`` is about to start."""
-        if self.lockstep.on:
-            self.lockstep.gather_before(unit)
 
     def _reshard_all(self) -> None:
         for unit in self.units:
@@ -283,7 +278,7 @@ class Root:
                 if not self.entered_with_grad:
                     self._reshard_all()
             for unit in self.units:
-                if unit.residency is Residency.GATHERING and not self.lockstep.on:
+                if unit.residency is GATHERING and not self.lockstep.on:
                     unit.reshard()
                 if self.entered_with_grad:
                     unit.remember_versions()
@@ -300,10 +295,16 @@ class Root:
         On an accelerator too, whose host runs ahead: a gather waits for the last use of the memory it takes, so what
         is launched after the unit before it has been freed would begin when that one's computation has ended.
         """
+        if self._is_under_way(self.order.after(unit.index)):
+            return
         for ahead in self._burst(unit, self.order.after):
             ahead.follow_user_changes()
             ahead.start_unshard()
             self.order.foresee(ahead.index)
+
+    def _is_under_way(self, index: int | None) -> bool:
+        """Whether the unit of this index, the next one, needs no gather now, and so none after it does."""
+        return index is None or self.units[index].residency is not SHARDED
 
     def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> Iterator[Unit]:
         """The units to gather ahead of ``unit``: the next one, and those after it while together they are small.
@@ -316,7 +317,7 @@ class Root:
         while index is not None:
             ahead = self.units[index]
             ahead_bytes += ahead.unsharded_bytes
-            if ahead.residency is not Residency.SHARDED or ahead.summoned:
+            if ahead.residency is not SHARDED or ahead.summoned:
                 return
             if ahead_bytes > _SMALL_BYTES and ahead_bytes > ahead.unsharded_bytes:
                 return
@@ -350,6 +351,8 @@ class Root:
     def prefetch_backward(self, unit: Unit, moment: BackwardPrefetch) -> None:
         """Start gathering what finished its forward before ``unit``, if this is the configured moment."""
         if unit.config.backward_prefetch is moment:
+            if self._is_under_way(self.order.before(unit.index)):
+                return
             for ahead in self._burst(unit, self.order.before):
                 if ahead.index in self._backward_done:
                     return

@@ -16,7 +16,7 @@ from .. import _torch
 from .._pytree import iter_tensors
 from ..comm.collectives import Collectives, Gather, Work
 from ..comm.compression import Compression, compressed
-from ..comm.entry import EntryGate, naming_failures
+from ..comm.entry import EntryGate, raise_named
 from ..comm.loopback import Loopback
 from ..comm.topology import NodeGroups
 from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -43,7 +43,7 @@ from .reduction import OffloadedReduction, Reduction
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["Residency", "Unit", "UnitConfig", "living_units"]
+__all__ = ["GATHERING", "SHARDED", "UNSHARDED", "Residency", "Unit", "UnitConfig", "living_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,10 @@ class Residency(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
+
+
+# Python 3.11 looks members up ten times more slowly than globals.
+SHARDED, GATHERING, UNSHARDED = Residency
 
 
 class Unit:
@@ -244,8 +248,8 @@ class Unit:
         self.index = index
         self.name = name
         said = name or "<root>"
-        self._gathering = naming_failures(f"gathering the parameters of unit {said!r}")
-        self.reducing = naming_failures(f"reducing the gradients of unit {said!r}")
+        self._gathering = f"gathering the parameters of unit {said!r}"
+        self.reducing = f"reducing the gradients of unit {said!r}"
         self.shard.name_for_messages(name)
         self.replicate.name_for_messages(name)
         for handle in self.handles:
@@ -274,33 +278,39 @@ class Unit:
 
         Collective: every rank of the shard group.
         """
-        if self.residency is Residency.SHARDED:
-            if self.in_full_precision is not self.root.in_full_precision:
+        if self.residency is SHARDED:
+            root = self.root
+            if self.in_full_precision is not root.in_full_precision:
                 self._switch_precision()
-            self.root.before_gather(self)
-            self._check_unchanged()
-            self.residency = Residency.GATHERING
+            if root.lockstep.on:
+                root.lockstep.gather_before(self)
+            if _torch.backward_task() != _torch.NO_TASK:
+                self._check_unchanged()
+            self.residency = GATHERING
             if self._gathers:
-                self._work = self.root.streams.run_gather(self._launch)
+                self._work = root.streams.run_gather(self._launch)
 
     def wait_unshard(self) -> None:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
-        if self.residency is Residency.GATHERING:
+        if self.residency is GATHERING:
             if self._work is not None:
-                with self._gathering:
+                try:
                     self._work.wait()
+                except RuntimeError as error:
+                    raise_named(self._gathering, error)
                 self._work = None
-            self.residency = Residency.UNSHARDED
+            self.residency = UNSHARDED
 
     def reshard(self) -> None:
         """Free the gathered parameters.  Collective: none."""
-        if self.residency is Residency.SHARDED:
+        if self.residency is SHARDED:
             return
         if self._shows_leaves and not self._active:
             self._show_sharded()
-        self.wait_unshard()
+        if self.residency is GATHERING:
+            self.wait_unshard()
         self._awaits_inputs = False
-        self.residency = Residency.SHARDED
+        self.residency = SHARDED
         if self._gathers:
             self.root.streams.released()
             for handle in self.handles:
@@ -320,7 +330,7 @@ class Unit:
                 handle.expose_leaves()
 
     def _show_sharded(self) -> None:
-        if self._shows_leaves and self.residency is Residency.UNSHARDED:
+        if self._shows_leaves and self.residency is UNSHARDED:
             for handle in self._gathered:
                 if self._compressed is not None and handle.leaves_edited:
                     raise self._edited_while_rounded(handle)
@@ -364,15 +374,20 @@ class Unit:
         Raises:
             UsageError: If a change cannot be taken over; it names the parameter and the remedy.
         """
-        changed = [handle for handle in self.handles if handle.user_changed()]
-        if changed:
-            # What is built here outlives the forward, so it must not be made of inference tensors.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                for handle in changed:
-                    handle.adopt_changes()
-            self.root.streams.shards_written()
-            self._prepare()
+        for handle in self.handles:
+            if handle.user_changed():
+                self._adopt_changes()
+                break
         self._param_hooks.follow()
+
+    def _adopt_changes(self) -> None:
+        # What is built here outlives the forward, so it must not be made of inference tensors.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for handle in self.handles:
+                if handle.user_changed():
+                    handle.adopt_changes()
+        self.root.streams.shards_written()
+        self._prepare()
 
     def follow_new_leaves(self) -> None:
         """Prepare for leaves that a handle has made anew.  Collective: none."""
@@ -381,8 +396,6 @@ class Unit:
 
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
-        if not _torch.in_backward():
-            return
         for handle in self._gathered:
             if handle.changed_since_forward():
                 raise UsageError(
@@ -469,31 +482,31 @@ class Unit:
         root = self.root
         if self in root.stack:
             root.recover()
-        entering = not root.stack
-        if entering:
+        recomputing = _torch.backward_task() != _torch.NO_TASK
+        is_outermost = not root.stack
+        if is_outermost:
             root.begin_forward(self)
-            entering = not _torch.in_backward()  # a recomputed unit is not the outermost one
         root.stack.append(self)
         if self.summoned:
             self._check_summoned_forward()
         else:
-            self._unshard_for_forward()
+            self._unshard_for_forward(recomputing=recomputing)
             self._entrances.follow_user_hooks()
             if self._reads_frozen and torch.is_grad_enabled():
                 self._hook_inputs((args, kwargs))
-        return precision.cast_inputs(self, args, kwargs, entering=entering)
+        return precision.cast_inputs(self, args, kwargs, entering=is_outermost and not recomputing)
 
-    def _unshard_for_forward(self) -> None:
-        root = self.root
-        recomputing = _torch.in_backward()
-        if self.residency is Residency.SHARDED and not recomputing:
-            self.follow_user_changes()
-        if not recomputing:
-            root.begin_unit(self)
-        self.start_unshard()
-        self.wait_unshard()
-        if not recomputing:
-            root.prefetch_forward(self)
+    def _unshard_for_forward(self, *, recomputing: bool) -> None:
+        if recomputing:
+            self.start_unshard()
+            self.wait_unshard()
+        else:
+            if self.residency is SHARDED:
+                self.follow_user_changes()
+            self.root.begin_unit(self)
+            self.start_unshard()
+            self.wait_unshard()
+            self.root.prefetch_forward(self)
         self._active += 1
         self._show_leaves()
 
@@ -505,45 +518,60 @@ class Unit:
         if not root.stack or root.stack[-1] is not self:
             return None  # the forward failed before our own pre-forward hook ran
         root.stack.pop()
+        recomputing = _torch.backward_task() != _torch.NO_TASK
         if self._active:
             self._active -= 1
-            if not self._active and not _torch.in_backward():
+            if not self._active and not recomputing:
                 self._show_sharded()
-            self._after_use(output)
-            self._entrances.hook_what_inputs_hold((*args, *kwargs.values()))
+            self._after_use(output, recomputing=recomputing)
+            if torch.is_grad_enabled():
+                self._entrances.hook_what_inputs_hold(args, kwargs)
         if not root.stack:
             root.end_forward(self)
-            if not _torch.in_backward():
+            if not recomputing:
                 return precision.cast_output(self, output)
         return None
 
-    def _after_use(self, output: Any) -> None:
+    def _after_use(self, output: Any, *, recomputing: bool) -> None:
         """Free the parameters, or keep them for the backward that will want them soon."""
-        recomputing = _torch.in_backward()
-        awaited = torch.is_grad_enabled() and self._entrances.hook_outputs(output)
-        if awaited and not recomputing:
-            self.root.order.finish(self.index)
-        if not torch.is_grad_enabled() and not recomputing:
-            # Reentrant checkpointing runs the forward without grad inside one with grad.
-            awaited = bool(self.root.stack) and self.root.entered_with_grad
-        if not awaited and torch.is_grad_enabled() and output is not None and self._expected:
-            awaited, opaque = (
-                True,
-                True,
-            )  # whatever holds the output's tensors, nothing tells when they are wanted
+        root = self.root
+        tensors = iter_tensors(output)
+        if torch.is_grad_enabled():
+            opaque = output is not None
+            keep = self._is_awaited(tensors, opaque=opaque, recomputing=recomputing)
         else:
-            opaque = False
-        keep = (
-            opaque or self._hands_out_leaves(output) or (recomputing and torch.is_grad_enabled())
-        ) or (awaited and not self.root.reshards_after_forward(self))
-        if not keep and not self._active:
+            # Reentrant checkpointing runs the forward without grad inside one with grad.
+            inside = not recomputing and bool(root.stack) and root.entered_with_grad
+            keep = inside and not root.reshards_after_forward(self)
+        if not keep and not self._active and not self._hands_out_leaves(tensors):
             self.release()
 
-    def _hands_out_leaves(self, output: Any) -> bool:
-        """Whether the output shares the gathered parameters' memory (a codebook's weight, say)."""
-        memory = [handle.unsharded.addresses for handle in self._gathered]
-        found = [_torch.address_of(tensor) for tensor in iter_tensors(output)] if memory else ()
-        return any(address in addresses for addresses in memory for address in found)
+    def _is_awaited(
+        self, tensors: Sequence[torch.Tensor], *, opaque: bool, recomputing: bool
+    ) -> bool:
+        """Whether the parameters stay for the backward of a forward that has ended, with gradients.
+
+        Args:
+            tensors: In its output.
+            opaque: Whether the output might hold other tensors, too.
+            recomputing: Whether the forward ran inside a backward.
+        """
+        hooked = self._entrances.hook_outputs(tensors)
+        if recomputing:
+            return True
+        if hooked:
+            self.root.order.finish(self.index)
+            return not self.root.reshards_after_forward(self)
+        return opaque and self.trains  # nothing will tell when whatever it holds is wanted
+
+    def _hands_out_leaves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an output shares the gathered parameters' memory (a codebook's weight, say)."""
+        for tensor in tensors:
+            address = _torch.address_of(tensor)
+            for handle in self._gathered:
+                if handle.unsharded.covers(address):
+                    return True
+        return False
 
     def _after_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
@@ -569,7 +597,7 @@ class Unit:
         """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
         self._open_uses = max(0, self._open_uses - 1)
         is_last = self._awaits_inputs if self._expected else not self._open_uses
-        if is_last and self.residency is Residency.UNSHARDED and not self._active:
+        if is_last and self.residency is UNSHARDED and not self._active:
             self.release()
 
     def _check_summoned_forward(self) -> None:
@@ -613,12 +641,12 @@ class Unit:
             root.reset()
         if not root.backward_running:
             root.begin_backward()
-        elif inside and (self.residency is Residency.UNSHARDED or root.is_done(self)):
+        elif inside and (self.residency is UNSHARDED or root.is_done(self)):
             return
         self._backward_task = _torch.backward_task()
         if not self._armed:
             self._arm()
-        if self.residency is not Residency.UNSHARDED:
+        if self.residency is not UNSHARDED:
             self.start_unshard()
             self.wait_unshard()
         # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
@@ -655,7 +683,7 @@ class Unit:
         root = self.root
         if root.backward_was_lost():
             root.reset()
-        if self._gathers and self.residency is Residency.SHARDED and not root.is_done(self):
+        if self._gathers and self.residency is SHARDED and not root.is_done(self):
             fqn = self.handles[0].fqns[0]
             raise ShardedParameterError(
                 describe(
