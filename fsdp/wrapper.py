@@ -51,6 +51,7 @@ from .names import (
     FSDP_WRAPPED_MODULE,
     clean_tensor_name,
     flat_param_name,
+    join_names,
 )
 from .optim.clip import clip_units
 from .optim.uneven import UnevenInputs, UnevenInputsHook, check_joinable, group_of_all
@@ -253,6 +254,30 @@ class FullyShardedDataParallel(
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are set on the wrapper; but not instead of a parameter of the wrapped module.
+
+        Collective: none.
+
+        Raises:
+            UsageError: If ``value`` is a tensor and the wrapped module has a parameter of this name, which it would go
+                on using (``functional_call`` comes here).
+        """
+        if isinstance(value, torch.Tensor):
+            wrapped = _torch.child_table(self).get(FSDP_WRAPPED_MODULE)
+            if wrapped is not None and name in _torch.parameter_table(wrapped):
+                raise UsageError(
+                    describe(
+                        f"{name!r} was set on a wrapper, by functional_call or by hand: the wrapped module would go on "
+                        "with its own parameter",
+                        unit=self._unit.name,
+                        fqn=join_names(self._unit.name, name),
+                        remedy="Set it on `.module`; call functional_call on the unwrapped module.",
+                    ),
+                    fqn=join_names(self._unit.name, name),
+                )
+        super().__setattr__(name, value)
+
     def __getitem__(self, key: int | slice) -> Any:
         """Index the wrapped module, if it is a container.  Collective: none."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
@@ -262,7 +287,8 @@ class FullyShardedDataParallel(
 
         Collective: every rank of the process group.
         """
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        # The attribute would be found by __getattr__ alone, after two misses.
+        return _torch.child_table(self)[FSDP_WRAPPED_MODULE](*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every submodule while its unit's whole parameters are registered; changes are kept.
