@@ -84,7 +84,7 @@ class Reduce:
     Attributes:
         whole: ``[world_size * n]`` this rank's contribution; its contents are undefined afterwards.
         slices: ``whole`` cut into each rank's ``[n]``.
-        out: ``[n]``; receives this rank's slice of the sum.
+        out: ``[n]``, no part of ``whole``; receives this rank's slice of the sum.
     """
 
     whole: torch.Tensor

@@ -15,12 +15,10 @@ Note [Tags]
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +28,10 @@ import torch.distributed as dist
 from .. import _torch
 from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work, abandon
 from .loopback import Loopback
-from .neighbours import Line, NearCombination, NearGather, NearSums, meet
+from .neighbours import Line, NearCombination, NearGather, NearSums, all_are_near, meet
 from .shared_memory import LONGEST_MESSAGE, Check, Neighbours
 from .watch import Awaited, Channel, Watch, the_watch
+from .ways import Ways, interrupt
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -55,7 +54,6 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_AT_ONCE = timedelta(milliseconds=1)
 
 
 def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collectives:
@@ -101,25 +99,30 @@ class NativeCollectives:
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """One in-place ``all_gather_into_tensor`` a flat parameter, coalesced into one launch."""
-        launch = partial(_torch.all_gather_into, self._group)
-        return self._launch(
-            [
-                partial(launch, gather.whole, gather.slices[self.rank], self._gather_options)
-                for gather in gathers
-            ]
-        )
+        if len(gathers) == 1:
+            return self._gather(gathers[0]) or DONE
+        return self._together([partial(self._gather, gather) for gather in gathers])
+
+    def _gather(self, gather: Gather) -> Work | None:
+        own = gather.slices[self.rank]
+        return _torch.all_gather_into(self._group, gather.whole, own, self._gather_options)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
-        launch = partial(_torch.reduce_scatter_into, self._group)
-        return self._launch(
-            [partial(launch, reduce.out, reduce.whole, self._reduce_options) for reduce in reduces]
+        if len(reduces) == 1:
+            return self._reduce(reduces[0]) or DONE
+        return self._together([partial(self._reduce, reduce) for reduce in reduces])
+
+    def _reduce(self, reduce: Reduce) -> Work | None:
+        return _torch.reduce_scatter_into(
+            self._group, reduce.out, reduce.whole, self._reduce_options
         )
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
         launch = partial(_torch.all_reduce_on_current_stream, self._group)
-        return self._launch([partial(launch, tensor, _OPS[op]) for tensor in tensors])
+        launches = [partial(launch, tensor, _OPS[op]) for tensor in tensors]
+        return launches[0]() or DONE if len(launches) == 1 else self._together(launches)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """One ``broadcast`` a tensor."""
@@ -143,9 +146,6 @@ class NativeCollectives:
             self.all_reduce([torch.zeros(1, device=self._device)]).wait()
             self._may_exchange = True
         return self._together(launches)
-
-    def _launch(self, launches: Sequence[Callable[[], Work | None]]) -> Work:
-        return launches[0]() or DONE if len(launches) == 1 else self._together(launches)
 
     def _together(self, launches: Sequence[Callable[[], Work | None]]) -> Work:
         if not launches:
@@ -180,6 +180,7 @@ class PointToPointCollectives:
         self._combinations = self._channel(f"{serial}/combine")
         self._exchanges = self._channel(f"{serial}/exchange")
         self._lines: _Lines | None = None
+        self._ways = Ways(group)
         self._has_met = False
         self.name_for_messages(f"number {serial}")
 
@@ -194,13 +195,13 @@ class PointToPointCollectives:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
         gathers = [gather for gather in gathers if gather.whole.numel()]
         own = [gather.slices[self.rank] for gather in gathers]
-        lines = self._lines_for(sum(piece.nbytes for piece in own))
+        lines = self._connected_lines_for(sum(piece.nbytes for piece in own))
         works: list[Work] = []
         tag = self._gather_tag
         peers = self._peers if lines is None else lines.far
         for gather, piece in zip(gathers, own, strict=True):
-            works += [self._group.recv([gather.slices[peer]], peer, tag) for peer in peers]
-            works += [self._group.send([piece], peer, tag) for peer in peers]
+            works += [self._ways.receive(gather.slices[peer], peer, tag) for peer in peers]
+            works += [self._ways.send(piece, peer, tag) for peer in peers]
         if lines is not None:
             works.append(NearGather(lines.gathers, own, [gather.slices for gather in gathers]))
         return _Exchange(self._gathers, self._watch, works)
@@ -208,16 +209,16 @@ class PointToPointCollectives:
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """Send every peer its slice; add up the received ones in rank order when waited on."""
         reduces = [reduce for reduce in reduces if reduce.out.numel()]
-        lines = self._lines_for(sum(reduce.whole.nbytes - reduce.out.nbytes for reduce in reduces))
+        nbytes = sum(reduce.whole.nbytes - reduce.out.nbytes for reduce in reduces)
+        lines = self._connected_lines_for(nbytes)
         works: list[Work] = []
         received: list[dict[int, torch.Tensor]] = []
         tag = self._reduce_tag
         peers = self._peers if lines is None else lines.far
         for reduce in reduces:
-            chunks = torch.empty(len(peers), reduce.out.numel(), dtype=reduce.out.dtype).unbind()
-            parts = dict(zip(peers, chunks, strict=True))
-            works += [self._group.recv([parts[peer]], peer, tag) for peer in peers]
-            works += [self._group.send([reduce.slices[peer]], peer, tag) for peer in peers]
+            parts = self._room_for(peers, reduce.out)
+            works += [self._ways.receive(parts[peer], peer, tag) for peer in peers]
+            works += [self._ways.send(reduce.slices[peer], peer, tag) for peer in peers]
             received.append(parts)
         if lines is not None:
             works.append(NearSums(lines.reduces, reduces, self.rank, received))
@@ -226,6 +227,19 @@ class PointToPointCollectives:
                 parts[self.rank] = reduce.slices[self.rank]
                 works.append(_OrderedSum([parts[rank] for rank in range(self.size)], reduce.out))
         return _Exchange(self._reduces, self._watch, works)
+
+    def _room_for(self, peers: Sequence[int], out: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Where to receive what each of ``peers`` sends, like ``out`` ``[shard_numel]``.
+
+        The sum starts with ranks 0 and 1, one of which is a peer: what it sends comes straight into ``out``.
+        """
+        first = int(self.rank == 0)
+        others = [peer for peer in peers if peer != first]
+        chunks = torch.empty(len(others), out.numel(), dtype=out.dtype).unbind()
+        room = dict(zip(others, chunks, strict=True))
+        if len(others) < len(peers):
+            room[first] = out
+        return room
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """Gloo's own all-reduce; through shared memory where that is less work."""
@@ -245,17 +259,23 @@ class PointToPointCollectives:
         """One send and one receive a peer."""
         receives[self.rank].copy_(sends[self.rank])
         tag = self._exchange_tag
-        works: list[Work] = [
-            self._group.recv([receives[peer]], peer, tag)
+        self._ways.connect()
+        works = [
+            self._ways.receive(receives[peer], peer, tag)
             for peer in self._peers
             if receives[peer].numel()
         ]
         works += [
-            self._group.send([sends[peer]], peer, tag)
-            for peer in self._peers
-            if sends[peer].numel()
+            self._ways.send(sends[peer], peer, tag) for peer in self._peers if sends[peer].numel()
         ]
         return _Exchange(self._exchanges, self._watch, works)
+
+    def _connected_lines_for(self, nbytes: int) -> _Lines | None:
+        """The same, with gloo's connections made where any rank needs them for such a message."""
+        lines = self._lines_for(nbytes)
+        if lines is None or not all_are_near(self._group):
+            self._ways.connect()
+        return lines
 
     def _lines_for(self, nbytes: int) -> _Lines | None:
         """The way through shared memory for a message of ``nbytes``, a number on which all ranks agree."""
@@ -283,9 +303,7 @@ class PointToPointCollectives:
         """End every wait over the group with an error: gloo closes its connections when a receive times out."""
         if self._lines is not None:
             self._lines.gathers.neighbours.interrupted = True
-        nothing = torch.empty(1)
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([nothing], self._peers[0], _TAG_OF_NOBODY).wait(_AT_ONCE)
+        interrupt(self._group, self._peers[0], _TAG_OF_NOBODY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,20 +34,26 @@ class GradBuffer:
 
 
 class _Arena:
-    """One allocation that serves buffers of any layout up to its size, one at a time."""
+    """Memory that serves buffers of any layout, one at a time; it comes and goes, their views stay."""
 
-    __slots__ = ("_by_layout", "_last", "memory")
+    __slots__ = ("_by_layout", "_dtype", "_last", "_storage")
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.memory = torch.empty(numel, dtype=dtype, device=device)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
         self._by_layout: dict[int, tuple[FlatLayout, GradBuffer]] = {}
         self._last: FlatLayout | None = None
 
     def buffer(self, layout: FlatLayout) -> GradBuffer:
-        """The arena as a buffer of ``layout``."""
+        """The arena as a buffer of ``layout``, with more memory if it has too little."""
+        nbytes = layout.padded_numel * self._dtype.itemsize
+        if self._storage.nbytes() < nbytes:
+            self.free()
+            self._storage.resize_(nbytes)
         known = self._by_layout.get(id(layout))
         if known is None:
-            buffer = GradBuffer(self.memory[: layout.padded_numel], layout)
+            flat = torch.empty(0, dtype=self._dtype, device=self._storage.device)
+            buffer = GradBuffer(flat.set_(self._storage, 0, (layout.padded_numel,)), layout)
             # The layout is kept beside the buffer, so that its id cannot be taken by another one.
             self._by_layout[id(layout)] = (layout, buffer)
         else:
@@ -57,6 +63,11 @@ class _Arena:
         self._last = layout
         return buffer
 
+    def free(self) -> None:
+        """Let the memory go."""
+        self._storage.resize_(0)
+        self._last = None
+
 
 _Place = tuple[torch.dtype, torch.device, int]
 
@@ -64,25 +75,24 @@ _Place = tuple[torch.dtype, torch.device, int]
 class BufferPool:
     """Arenas by dtype, device and size class; a steady step over equal units takes and gives back without allocating.
 
-    A size class spans a factor of two.  Large arenas that one layout alone would use (the root's, say) are not kept:
-    they would stand idle through the whole step.
+    A size class spans a factor of two.  Large arenas have memory for as long as units of their class follow one
+    another: that of a head would stand idle beside the backward of the blocks, and that of the blocks beside the
+    optimizer.
     """
 
     def __init__(self) -> None:
         self._free: dict[_Place, list[_Arena]] = {}
         self._taken: dict[int, tuple[_Place, _Arena]] = {}
-        self._layouts: dict[_Place, dict[int, int]] = {}
+        self._large: _Place | None = None  # the class of large buffers that was last asked for
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         """A buffer for ``layout``; give it back when nothing reads it any more."""
-        numel = layout.padded_numel
-        place = (dtype, device, numel.bit_length())
-        layouts = self._layouts.setdefault(place, {})
-        layouts[id(layout)] = numel
+        place = (dtype, device, layout.padded_numel.bit_length())
+        if place != self._large and _is_large(place):
+            self.free_large()
+            self._large = place
         free = self._free.setdefault(place, [])
-        arena = free.pop() if free else None
-        if arena is None or arena.memory.numel() < numel:
-            arena = _Arena(max(layouts.values()), dtype, device)
+        arena = free.pop() if free else _Arena(dtype, device)
         buffer = arena.buffer(layout)
         self._taken[id(buffer)] = (place, arena)
         return buffer
@@ -90,5 +100,17 @@ class BufferPool:
     def give_back(self, buffer: GradBuffer) -> None:
         """Return what :meth:`take` gave."""
         place, arena = self._taken.pop(id(buffer))
-        if len(self._layouts[place]) > 1 or arena.memory.nbytes <= _SMALL_BYTES:
-            self._free[place].append(arena)
+        if place != self._large and _is_large(place):
+            arena.free()
+        self._free[place].append(arena)
+
+    def free_large(self) -> None:
+        """Let the memory of large arenas go that nobody has taken."""
+        for arena in self._free.get(self._large, ()) if self._large is not None else ():
+            arena.free()
+        self._large = None
+
+
+def _is_large(place: _Place) -> bool:
+    dtype, _, bits = place
+    return dtype.itemsize << bits > _SMALL_BYTES

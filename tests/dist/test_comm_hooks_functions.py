@@ -120,6 +120,11 @@ def plain(dtype):
         assert (output.dtype, output.data_ptr()) == (dtype, pointer)
         assert numel == 0 or near(output, own_slice(mean(numel * world, dtype)), dtype)
 
+        grad = gradient(rank, numel * world, dtype)  # in place, as NCCL allows it
+        output = own_slice(grad)
+        reduce_scatter_hook(state, grad, output)
+        assert numel == 0 or near(output, own_slice(mean(numel * world, dtype)), dtype)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)

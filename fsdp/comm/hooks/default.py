@@ -136,10 +136,10 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
         )
     whole = grad.div_(state.gradient_predivide_factor).view(-1)
     slices = whole.split(output.numel()) if output.numel() else ()
-    state.collectives_on(grad.device).reduce_scatter(
-        [Reduce(whole, slices, output.view(-1))]
-    ).wait()
-    output.div_(state.gradient_postdivide_factor)
+    in_place = output.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+    out = (torch.empty_like(output) if in_place else output).view(-1)
+    state.collectives_on(grad.device).reduce_scatter([Reduce(whole, slices, out)]).wait()
+    torch.div(out.view_as(output), state.gradient_postdivide_factor, out=output)
 
 
 def fp16_compress_hook(
