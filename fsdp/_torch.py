@@ -6,6 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -59,12 +60,15 @@ def in_backward() -> bool:
     return backward_task() != NO_TASK
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a differentiable view, whose ``grad_fn`` an in-place operation would replace.
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether a tensor is a differentiable view, whose ``grad_fn`` an in-place operation would replace.
 
-    Why: a hook on the view alone is lost when user code writes into it.
-    """
-    return tensor._is_view()
+Why: a hook on the view alone is lost when user code writes into it.
+"""
+
+data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+"""Public, to be mapped over the parameters of a unit in every forward, without a Python frame for each."""
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -352,6 +356,18 @@ def store_of(group: ProcessGroup, prefix: str) -> Store | None:
     return store
 
 
+def more_gloo(group: ProcessGroup, prefix: str) -> Any:
+    """More connections of gloo's between the ranks of ``group`` (gloo), which meet in its store under ``prefix``.
+
+    Collective: every rank of ``group``, once.
+
+    Why: a group of ``new_group`` counts on the ranks that make it, so names of later groups would differ between ranks.
+    """
+    options = group._get_backend(torch.device("cpu")).options
+    store = dist.PrefixStore(prefix, group.get_group_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
+
+
 def is_process_group(group: object) -> bool:
     """Whether ``group`` is torch's, not a stand-in that only knows rank and size."""
     return isinstance(group, dist.ProcessGroup)
@@ -386,12 +402,12 @@ def count_grad_hooks(tensors: Iterable[torch.Tensor]) -> int:
     Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
     listed publicly.
     """
-    return sum([len(t._backward_hooks or ()) for t in tensors])
+    return sum(map(len, filter(None, map(attrgetter("_backward_hooks"), tensors))))
 
 
 def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a post-accumulate hook was registered on any of ``tensors`` (see :func:`count_grad_hooks`)."""
-    return any([t._post_accumulate_grad_hooks for t in tensors])  # noqa: C419
+    return any(map(attrgetter("_post_accumulate_grad_hooks"), tensors))
 
 
 def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

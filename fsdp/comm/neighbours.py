@@ -21,10 +21,12 @@ from .shared_memory import Check, Introduction, Neighbour, Neighbours, find, int
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["Line", "NearCombination", "NearGather", "NearSums", "meet"]
+__all__ = ["Line", "NearCombination", "NearGather", "NearSums", "all_are_near", "meet"]
 
 _LOCK = threading.Lock()
-_MET: weakref.WeakKeyDictionary[ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
+_MET: weakref.WeakKeyDictionary[ProcessGroup, tuple[Neighbours | None, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def meet(group: ProcessGroup, tag: int) -> Neighbours | None:
@@ -39,10 +41,15 @@ def meet(group: ProcessGroup, tag: int) -> Neighbours | None:
     with _LOCK:
         if group not in _MET:
             _MET[group] = _meet(group, tag)
-        return _MET[group]
+        return _MET[group][0]
 
 
-def _meet(group: ProcessGroup, tag: int) -> Neighbours | None:
+def all_are_near(group: ProcessGroup) -> bool:
+    """Whether every two ranks of ``group``, which have met, use shared memory: the same answer on all of them."""
+    return _MET[group][1]
+
+
+def _meet(group: ProcessGroup, tag: int) -> tuple[Neighbours | None, bool]:
     rank, size = group.rank(), group.size()
     mine, descriptor, segment = introduce()
     try:
@@ -65,8 +72,9 @@ def _meet(group: ProcessGroup, tag: int) -> Neighbours | None:
         if mutual[rank][peer]
     ]
     if segment is None or not peers:
-        return None
-    return Neighbours(segment, peers, _torch.group_timeout(group))
+        return None, False
+    everyone = sum(map(sum, mutual)) == size * (size - 1)
+    return Neighbours(segment, peers, _torch.group_timeout(group)), everyone
 
 
 def _tell_all(group: ProcessGroup, tag: int, mine: torch.Tensor) -> list[torch.Tensor]:
