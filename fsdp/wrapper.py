@@ -288,7 +288,8 @@ class FullyShardedDataParallel(
         Collective: every rank of the process group.
         """
         # The attribute would be found by __getattr__ alone, after two misses.
-        return _torch.child_table(self)[FSDP_WRAPPED_MODULE](*args, **kwargs)
+        wrapped: Any = _torch.child_table(self)[FSDP_WRAPPED_MODULE]
+        return wrapped(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every submodule while its unit's whole parameters are registered; changes are kept.

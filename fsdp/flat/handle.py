@@ -15,6 +15,7 @@ from torch import nn
 from .. import _torch
 from ..errors import UsageError, describe
 from .layout import FlatLayout, Piece, Slot, build_layout
+from .lent import inside_functional_call
 from .parameter import (
     FlatParameter,
     FlatParamShardMetadata,
@@ -55,6 +56,8 @@ class FlatParamHandle:
         pieces: What of each this rank holds, one a parameter, empty pieces included.
         rank: This rank in the shard group.
         flat_param: ``nn.Parameter`` ``[shard_numel]`` in the original dtype: this rank's shard.
+        exposed: The parameters that optimizers hold: the originals in orig mode, the flat one otherwise.
+        all_used: True for each original parameter: what a backward that used them all has used.
         unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
         holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
@@ -90,6 +93,7 @@ class FlatParamHandle:
         self.unsharded: UnshardedStorage
         self._leaf_writes: Writes
         self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
+        self._registered: Writes
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
             # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.
@@ -115,6 +119,7 @@ class FlatParamHandle:
             requires_grad=first.requires_grad,
             expose_originals=orig_mode,
         )
+        self.all_used: Sequence[bool] = (True,) * len(self.params)
         self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
         held = [
             slot.span.numel == 0 or piece.in_slot.numel > 0
@@ -160,17 +165,12 @@ class FlatParamHandle:
     @property
     def requires_grad(self) -> bool:
         """Whether any of the parameters is trained."""
-        return any(leaf.requires_grad for leaf in self.unsharded.leaves)
+        return self.unsharded.trained
 
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether more than one rank holds the flat parameter."""
         return self.layout.world_size > 1
-
-    @property
-    def exposed(self) -> list[nn.Parameter]:
-        """The parameters that optimizers hold: the originals in orig mode, the flat one otherwise."""
-        return [param.param for param in self.params] if self.orig_mode else [self.flat_param]
 
     @property
     def fqns(self) -> list[str]:
@@ -221,6 +221,7 @@ class FlatParamHandle:
         table[name] = self.flat_param
         self._leaf_writes += ((table, name, None),)
         self._sharded_writes += ((table, name, self.flat_param),)
+        self._registered += ((table, name, self.flat_param),)
 
     @property
     def stand_ins(self) -> list[ShardedStandIn]:
@@ -328,7 +329,8 @@ class FlatParamHandle:
     def fill_own_slice(self) -> None:
         """Allocate the unsharded storage and cast this rank's shard straight into its own slice of it."""
         self.unsharded.allocate()
-        self.unsharded.slices[self.rank].copy_(self.flat_param.data)
+        # The shard is ``flat_param.data`` too, which would be a new tensor each time.
+        self.unsharded.own.copy_(self.flat_param._local_shard)  # noqa: SLF001
 
     def full_precision(self) -> torch.Tensor:
         """A new ``[padded_numel]`` tensor in the original dtype whose own slice holds this rank's shard."""
@@ -386,7 +388,7 @@ class FlatParamHandle:
         if versions != self._leaf_versions:
             self._leaf_versions = versions
             with torch.no_grad():
-                self.flat_param.data.copy_(self.unsharded.slices[self.rank])
+                self.flat_param.data.copy_(self.unsharded.own)
 
     # -- exposure --------------------------------------------------------------------------------------------------
 
@@ -462,6 +464,7 @@ class FlatParamHandle:
                 managed.param = current
             if current.data_ptr() != view.data_ptr():
                 view.copy_(current.detach())
+        self._find_exposed()
 
     def hide_full(self) -> None:
         """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called."""
@@ -485,15 +488,16 @@ class FlatParamHandle:
 
     def user_changed(self) -> bool:
         """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
-        for table, name, expected in self._sharded_writes:
+        for table, name, expected in self._registered:
             if table.get(name, self) is not expected:
                 return True
         watched = self._watched
         if self._holds_nothing and watched[0].dtype != self.flat_param.dtype:
             return True  # nothing else tells a rank of a `.half()`
-        return [param.data_ptr() for param in watched] != self._pointers or [
-            param.requires_grad for param in watched
-        ] != self._wanted_grads
+        return (
+            list(map(_torch.data_ptr, watched)) != self._pointers
+            or list(map(_torch.requires_grad, watched)) != self._wanted_grads
+        )
 
     def adopt_changes(self) -> None:
         """Take over what the user changed, or say precisely why it cannot be.
@@ -577,14 +581,15 @@ class FlatParamHandle:
         self._version = None
         stand_ins = self._exposure.as_attributes(self._stand_ins[i] for i in self._param_of_site)
         users = [managed.param if self.orig_mode else None for managed in self.params]
-        self._sharded_writes = self._exposure.as_parameters(users[i] for i in self._param_of_site)
+        self._registered = self._exposure.as_parameters(users[i] for i in self._param_of_site)
+        if self._registered_in is not None:
+            self._registered += ((*self._registered_in, self.flat_param),)
+        self._sharded_writes = self._registered
         self._guards: Writes = ()
         if not self.orig_mode:
             self._sharded_writes += stand_ins
         elif self.uses_sharded_strategy:
             self._guards = stand_ins
-        if self._registered_in is not None:
-            self._sharded_writes += ((*self._registered_in, self.flat_param),)
 
     def _build_leaves(self, *, trained: bool) -> None:
         flat = (
@@ -592,7 +597,7 @@ class FlatParamHandle:
             if self.aliased
             else torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         )
-        self.unsharded = UnshardedStorage(flat, self.layout, resident=self.aliased)
+        self.unsharded = UnshardedStorage(flat, self.layout, self.rank, resident=self.aliased)
         if self.has_tensor_shards:
             self.unsharded.leaves = [
                 leaf if managed.tensor_shard is None else managed.tensor_shard.view(leaf)
@@ -603,7 +608,7 @@ class FlatParamHandle:
             source = managed.param if self.orig_mode else self.flat_param
             leaf.requires_grad_(trained and source.requires_grad)
         self._leaf_versions = _torch.sum_of_versions(self.unsharded.leaves)
-        self.unsharded.watch_frozen()
+        self.unsharded.follow_leaves()
         leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
         self._leaf_writes = self._exposure.as_parameters(leaves)
         if not self.orig_mode:
@@ -618,6 +623,10 @@ class FlatParamHandle:
         self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
 
+    def _find_exposed(self) -> None:
+        originals = [managed.param for managed in self.params]
+        self.exposed: list[nn.Parameter] = originals if self.orig_mode else [self.flat_param]
+
     def _point_at_shard(self) -> None:
         """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
         shard = self.flat_param.data
@@ -626,6 +635,7 @@ class FlatParamHandle:
         for managed, piece in zip(self.params, pieces, strict=True):
             managed.param.data = piece
         # In orig mode the flat one too: accelerate gives it other data, of another dtype.
+        self._find_exposed()
         self._watched = self.exposed if not self.orig_mode else [*self.exposed, self.flat_param]
         self._pointers = [param.data_ptr() for param in self._watched]
         self._holds_nothing = self.orig_mode and not any(self._pointers[:-1])
@@ -638,10 +648,12 @@ class FlatParamHandle:
         if isinstance(current, ShardedStandIn):
             self._check_flat_shape()
             return None
-        if not isinstance(current, nn.Parameter):
+        lent = current is not managed.param and inside_functional_call()
+        if lent or not isinstance(current, nn.Parameter):
             raise self._refusal(managed, slot, current)
         if self.orig_mode:
             managed.param = current
+            self._find_exposed()
         value = current.detach()
         if tuple(value.shape) == slot.shape and value.numel() != piece.in_slot.numel:
             return _in_memory_order(_dense(value))[piece.in_slot.start : piece.in_slot.stop]
@@ -656,12 +668,15 @@ class FlatParamHandle:
         if isinstance(current, nn.Parameter):
             what = f"a parameter of shape {tuple(current.shape)}"
         elif isinstance(current, torch.Tensor):
-            what = f"a plain tensor of shape {tuple(current.shape)} (by functional_call?)"
+            what = f"a plain tensor of shape {tuple(current.shape)}"
+        if inside_functional_call():
+            what += " by functional_call, which knows nothing of shards"
         return UsageError(
             describe(
                 f"Cannot writeback: a parameter of shape {slot.shape} was replaced by {what}",
                 fqn=fqn,
-                remedy="Assign a tensor of the original shape, inside summon_full_params.",
+                remedy="Assign a parameter of the original shape, inside summon_full_params; call functional_call on "
+                "the unwrapped module.",
             ),
             fqn=fqn,
         )

@@ -170,6 +170,8 @@ class UnshardedStorage:
         flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded (see Note [Freed memory]).
         leaves: One autograd leaf a slot, the original shape.
         slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
+        own: This rank's.
+        trained: Whether any of the leaves wants a gradient.
     """
 
     __slots__ = (
@@ -181,16 +183,22 @@ class UnshardedStorage:
         "_versions",
         "flat",
         "leaves",
+        "own",
         "slices",
+        "trained",
     )
 
-    def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resident: bool) -> None:
+    def __init__(
+        self, flat: torch.Tensor, layout: FlatLayout, rank: int, *, resident: bool
+    ) -> None:
         self.flat = flat
         self.leaves = fresh_leaves(flat, layout)
         self.slices = RankSlices(flat, layout.world_size)
+        self.own: torch.Tensor = self.slices[rank]
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._resident = resident
+        self.trained = False
         self._frozen: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._aside = None if resident else freed_storage(self._nbytes, flat.device)
@@ -200,12 +208,14 @@ class UnshardedStorage:
         """Whether ``address`` is in the memory; never while there is none."""
         return 0 <= address - self.flat.data_ptr() < self._storage.nbytes()
 
-    def watch_frozen(self) -> None:
-        """While sharded, have autograd refuse what it has saved of leaves that take no gradients.
+    def follow_leaves(self) -> None:
+        """The leaves are those that stay: see which are trained.
 
+        While sharded, have autograd refuse what it has saved of leaves that take no gradients.
         A gradient that arrives on a leaf tells that a backward has used freed memory; on these none ever does.  So
         their versions change while they are freed, as if they had been written to.
         """
+        self.trained = any(leaf.requires_grad for leaf in self.leaves)
         if not self._resident:
             self._frozen = tuple(leaf for leaf in self.leaves if not leaf.requires_grad)
             self._versions = _torch.versions(self._frozen)

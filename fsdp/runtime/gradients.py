@@ -26,11 +26,7 @@ from .guard import remember_accumulating
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["LARGE_BYTES", "Collected", "Gradients"]
-
-LARGE_BYTES = (
-    16 << 20
-)  # a gradient of this size is collected as it arrives, so that it is not held twice with others
+__all__ = ["Collected", "Gradients"]
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class Collected:
     """
 
     buffer: GradBuffer
-    used: list[bool]
+    used: Sequence[bool]
     pooled: bool
 
     def clear_unused(self) -> None:
@@ -107,7 +103,7 @@ class Gradients:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._kept: dict[FlatParamHandle, tuple[Collected, list[_Mark]]] = {}
-        self.partial_sums: dict[FlatParamHandle, tuple[torch.Tensor, list[bool]]] = {}
+        self.partial_sums: dict[FlatParamHandle, tuple[torch.Tensor, Sequence[bool]]] = {}
 
     @property
     def kept(self) -> bool:
@@ -117,7 +113,7 @@ class Gradients:
     def take(self, handle: FlatParamHandle) -> Collected:
         """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
         collected = self._take_kept(handle) or self._start(handle, pooled=True)
-        _collect(handle, collected)
+        self._collect(handle, collected)
         collected.clear_unused()
         return collected
 
@@ -126,7 +122,7 @@ class Gradients:
         for handle in self._unit.handles:
             if handle.requires_grad:
                 collected = self._take_kept(handle) or self._start(handle, pooled=False)
-                _collect(handle, collected)
+                self._collect(handle, collected)
                 collected.clear_unused()
                 local = handle.split_shard(collected.buffer.slices[handle.rank])
                 marks = [
@@ -142,10 +138,29 @@ class Gradients:
             for leaf in handle.unsharded.leaves:
                 leaf.grad = None
 
+    def _collect(self, handle: FlatParamHandle, collected: Collected) -> None:
+        """Move the leaves' gradients into the buffer, or add them to what their slots hold; drop them."""
+        grads = handle.leaf_grads()
+        if self._unit.root.differentiable:
+            _refuse_differentiable(handle, grads)
+        present = [grad for grad in grads if grad is not None]
+        is_plain = len(present) == len(grads) and True not in collected.used
+        if not (is_plain and _copy(collected.buffer.views, present)):
+            _add(collected, grads)
+        for leaf in handle.unsharded.leaves:
+            leaf.grad = None
+        if len(present) == len(grads):
+            collected.used = handle.all_used
+        else:
+            collected.used = [
+                is_used or grad is not None
+                for is_used, grad in zip(collected.used, grads, strict=True)
+            ]
+
     def _start(self, handle: FlatParamHandle, *, pooled: bool) -> Collected:
         unit = self._unit
         dtype = unit.reduce_dtype(handle)
-        used = [False] * len(handle.params)
+        used = (False,) * len(handle.params)
         # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
         if pooled and unit.shard.size > 1:
             buffer = unit.root.pool.take(handle.layout, dtype, handle.device)
@@ -171,10 +186,17 @@ class Gradients:
         return collected
 
 
-def _collect(handle: FlatParamHandle, collected: Collected) -> None:
-    """Move the leaves' gradients into the buffer, or add them to what their slots hold; drop them."""
-    leaves = handle.unsharded.leaves
-    grads = handle.leaf_grads()
+def _copy(views: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
+    """Copy, with a cast; whether that was possible for all of them, as it is not for sparse ones."""
+    try:
+        _torch.foreach_copy(views, grads)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _add(collected: Collected, grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy each gradient into the buffer, or add it to what its slot holds."""
     copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for view, grad, is_used in zip(collected.buffer.views, grads, collected.used, strict=True):
@@ -182,29 +204,20 @@ def _collect(handle: FlatParamHandle, collected: Collected) -> None:
             targets, sources = added if is_used else copied
             targets.append(view)
             sources.append(grad if grad.layout is torch.strided else grad.to_dense())
-    if True in [source.requires_grad for source in (*copied[1], *added[1])]:
-        raise _differentiable(handle, grads)
     if copied[0]:
         _torch.foreach_copy(*copied)
     if added[0]:
         _torch.foreach_add(*added)
-    for leaf in leaves:
-        leaf.grad = None
-    collected.used = [
-        is_used or grad is not None for is_used, grad in zip(collected.used, grads, strict=True)
-    ]
 
 
-def _differentiable(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> UsageError:
-    names = [
-        fqn
-        for fqn, grad in zip(handle.fqns, grads, strict=True)
-        if grad is not None and grad.requires_grad
-    ]
-    return UsageError(
-        describe(
-            "backward ran with create_graph=True: gradients of sharded parameters can not be differentiated again",
-            fqn=names[0],
-            remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
-        )
-    )
+def _refuse_differentiable(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:
+    for fqn, grad in zip(handle.fqns, grads, strict=True):
+        if grad is not None and grad.requires_grad:
+            raise UsageError(
+                describe(
+                    "backward ran with create_graph=True: gradients of sharded parameters can not be differentiated "
+                    "again",
+                    fqn=fqn,
+                    remedy="Compute the penalty on the unwrapped module, or drop create_graph.",
+                )
+            )

@@ -12,22 +12,26 @@ Note [Hooks of parameters]
 Note [Gradients past the leaves]
     A gradient reaches a sharded parameter itself only if somebody computed with it outside its unit's forward: with
     this rank's piece, that is, and nobody would reduce the gradient.  An own hook of ours on each such parameter
-    refuses it.  Zeros pass (``loss + 0 * sum(p.sum() for p in model.parameters())``), and so does what is done to
-    the whole parameters under ``summon_full_params``.
+    notices it (see ``runtime.past_leaves``).  What is done to the whole parameters under ``summon_full_params``
+    passes.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import ShardedParameterError, UsageError, describe
+from ..errors import UsageError, describe
 from ..flat.handle import FlatParamHandle
+from .past_leaves import note_past_leaf
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 __all__ = ["ParamHooks", "run_post_accumulate_hooks"]
 
@@ -35,7 +39,8 @@ __all__ = ["ParamHooks", "run_post_accumulate_hooks"]
 class ParamHooks:
     """Runs users' gradient hooks of one unit's parameters on its leaves (see Note [Hooks of parameters])."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
         self._handles: Sequence[FlatParamHandle] = ()
         self._watched: list[nn.Parameter] = []
         self._bridges: dict[nn.Parameter, Any] = {}
@@ -52,7 +57,7 @@ class ParamHooks:
             hook.remove()
         self._bridges = {}
         self._refusals = [
-            param.register_hook(_Refusal(handle, index))
+            param.register_hook(_Refusal(self._unit, handle, index))
             for handle in handles
             for index, param in enumerate(handle.exposed)
             if reduced and param.requires_grad
@@ -97,29 +102,20 @@ class _Bridge:
 class _Refusal:
     """Our own hook on an exposed parameter (see Note [Gradients past the leaves])."""
 
-    __slots__ = ("_handle", "_index")
+    __slots__ = ("_handle", "_index", "_unit")
 
-    def __init__(self, handle: FlatParamHandle, index: int) -> None:
+    def __init__(self, unit: weakref.ref[Unit], handle: FlatParamHandle, index: int) -> None:
         # Weakly, because the garbage collector does not look into a tensor's hooks.
+        self._unit = unit
         self._handle = weakref.ref(handle)
         self._index = index
 
-    def __call__(self, grad: torch.Tensor) -> None:
-        handle = self._handle()
-        if handle is None or handle.shows_full or not grad.any():
-            return
-        fqn = handle.fqns[self._index]
-        raise ShardedParameterError(
-            describe(
-                "a gradient reached a sharded parameter itself: it was computed with outside its module's forward, "
-                "where it is this rank's piece, and the gradient would not be reduced",
-                fqn=fqn,
-                remedy="Compute inside the forward of the module that owns it. For a penalty on the parameters use "
-                "the optimizer's weight_decay, or add its gradient to `.grad` under torch.no_grad() after backward; "
-                "whole parameters are there inside `with FSDP.summon_full_params(model):`.",
-            ),
-            fqn=fqn,
-        )
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        unit, handle = self._unit(), self._handle()
+        if unit is None or handle is None or handle.shows_full:
+            return None
+        note_past_leaf(unit, handle.fqns[self._index], grad)
+        return torch.zeros_like(grad)
 
 
 def _users_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

@@ -50,7 +50,7 @@ class Part:
     before: torch.Tensor | None = None
 
     @property
-    def exposed_used(self) -> list[bool]:
+    def exposed_used(self) -> Sequence[bool]:
         """For each exposed parameter whether this rank computed a gradient for it."""
         used = self.collected.used
         return used if self.handle.orig_mode else [any(used)]
@@ -211,7 +211,7 @@ class OffloadedReduction(Reduction):
     """The gradients of a unit whose shards rest on the host: one copy more, published when it has arrived."""
 
     def __init__(self, unit: Unit) -> None:
-        self._arriving: list[tuple[OffloadedHandle, torch.Tensor, list[bool]]] = []
+        self._arriving: list[tuple[OffloadedHandle, torch.Tensor, Sequence[bool]]] = []
         super().__init__(unit)
 
     def _start(self) -> Work:

@@ -72,7 +72,7 @@ class Root:
         away: What ``offload()`` has moved to the host, until ``reload()``.
         pool: Buffers for gradients.
         stack: Units whose forward is running, outermost first.
-        backward_running: Whether a backward has reached one of the units and not ended yet.
+        backward_task: The backward that has reached one of the units and not ended yet; None if there is none.
         started: Whether any forward has run.
         tree: The modules below the outermost wrapper.
         changed: Whether the next forward has to look for changes first; true before the first one.
@@ -93,7 +93,7 @@ class Root:
         self.pool = BufferPool()
         self.usage = Usage()
         self.stack: list[Unit] = []
-        self.backward_running = False
+        self.backward_task: int | None = None
         self.started = False
         self.changed = True
         self.entered_with_grad = False
@@ -121,6 +121,11 @@ class Root:
         self.uneven: Announcer | None = None
         self.ranks_averaged: int | None = None
         self.away: Away | None = None
+
+    @property
+    def backward_running(self) -> bool:
+        """Whether a backward has reached one of the units and not ended yet."""
+        return self.backward_task is not None
 
     @property
     def training_state(self) -> TrainingState:
@@ -326,9 +331,18 @@ class Root:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """The first unit of a backward is reached."""
-        self.backward_running = True
+    def enter_backward(self, task: int) -> bool:
+        """The backward ``task`` has come to a unit; returns whether it begins here, outside any running one."""
+        if self.backward_was_lost():
+            self.reset()
+        begins = self.backward_task is None
+        if begins:
+            self.begin_backward(task)
+        return begins
+
+    def begin_backward(self, task: int) -> None:
+        """The first unit of the backward ``task`` is reached."""
+        self.backward_task = task
         self.differentiable = torch.is_grad_enabled()
         self._backward_done.clear()
         self._backward_frame = _engine_frame()
@@ -395,10 +409,11 @@ class Root:
         finished here, last unit first on every rank.
         """
         for unit in reversed(self.units):
-            owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
-            if unit.partly_arrived or (owes and unit.sync_gradients):
-                unit.finish_backward()
-            unit.disarm()
+            if unit.armed or unit.accumulating:
+                owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
+                if unit.partly_arrived or (owes and unit.sync_gradients):
+                    unit.finish_backward()
+                unit.disarm()
         if self.lockstep.on:
             self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()
@@ -408,7 +423,7 @@ class Root:
             self._reshard_all()
         self.differentiable = False
         self.streams.end_step()
-        self.backward_running = False
+        self.backward_task = None
         self._backward_frame = None
 
     # -- a rank without data ---------------------------------------------------------------------------------------
@@ -482,7 +497,7 @@ class Root:
         self._in_flight.clear()
         self._in_flight_bytes = 0
         self.pool = BufferPool()
-        self.backward_running = False
+        self.backward_task = None
         for unit in self.units:
             unit.reset()
         self.lockstep.start_over()

@@ -120,6 +120,7 @@ class Unit:
         offloaded: Whether the shards rest on the host.
         new_reduction: Makes the reduction of the unit's gradients.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
+        armed: Whether gradients are about to arrive.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
         on_new_handles: Called when the unit has other handles than before.
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
@@ -177,7 +178,7 @@ class Unit:
         self._work: Work | None = None
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
-        self._param_hooks = ParamHooks()
+        self._param_hooks = ParamHooks(self)
         self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
         self._entrances.leave_out(self.handles)
         self._prepare()
@@ -637,14 +638,12 @@ class Unit:
         Where the outputs have been reached already the latter changes nothing: a user's hook may be on one rank only.
         """
         root = self.root
-        if root.backward_was_lost():
-            root.reset()
-        if not root.backward_running:
-            root.begin_backward()
-        elif inside and (self.residency is UNSHARDED or root.is_done(self)):
+        task = _torch.backward_task()
+        begins = task != root.backward_task and root.enter_backward(task)
+        if inside and not begins and (self.residency is UNSHARDED or root.is_done(self)):
             return
-        self._backward_task = _torch.backward_task()
-        if not self._armed:
+        self._backward_task = task
+        if not self.armed:
             self._arm()
         if self.residency is not UNSHARDED:
             self.start_unshard()
@@ -655,17 +654,17 @@ class Unit:
 
     def _arm(self) -> None:
         """Gradients are about to arrive, one on each leaf if all parameters were used."""
-        self._armed = True
+        self.armed = True
         self._missing = self._expected
 
     def disarm(self) -> None:
         """No gradient is expected: the next one that arrives is the first of a backward."""
-        self._armed = False
+        self.armed = False
         self._missing = 0
 
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
-        if not self._armed:
+        if not self.armed:
             self._unawaited()
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
         # leaf; the unit is then finished at the end.
@@ -681,7 +680,8 @@ class Unit:
             ShardedParameterError: If what computed the gradient has read freed memory.
         """
         root = self.root
-        if root.backward_was_lost():
+        task = _torch.backward_task()
+        if task != root.backward_task and root.backward_was_lost():
             root.reset()
         if self._gathers and self.residency is SHARDED and not root.is_done(self):
             fqn = self.handles[0].fqns[0]
@@ -696,15 +696,15 @@ class Unit:
                 ),
                 fqn=fqn,
             )
-        if not root.backward_running:
-            root.begin_backward()
+        if root.backward_task is None:
+            root.begin_backward(task)
         self._arm()
         self._missing -= 1
 
     @property
     def partly_arrived(self) -> bool:
         """Whether some of the leaves have gradients and others have not."""
-        return self._armed and self._missing != self._expected
+        return self.armed and self._missing != self._expected
 
     def finish_backward(self) -> None:
         """Reduce what has arrived (or keep it, inside ``no_sync``) and free the parameters.
@@ -712,8 +712,8 @@ class Unit:
         Collective: every rank of the unit's groups, unless inside ``no_sync``.
         """
         root = self.root
-        if not root.backward_running:
-            root.begin_backward()
+        if root.backward_task is None:
+            root.begin_backward(_torch.backward_task())
         self.disarm()
         self._backward_task = None
         if self._reads_frozen and self._inputs_want_grads:

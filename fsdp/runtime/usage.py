@@ -23,16 +23,16 @@ class Usage:
     """What this rank used and what it left out in the running backward."""
 
     def __init__(self) -> None:
-        self.flags: dict[FlatParamHandle, list[bool]] = {}
+        self.flags: dict[FlatParamHandle, Sequence[bool]] = {}
         self.withheld: list[tuple[FlatParamHandle, torch.Tensor, Sequence[bool]]] = []
 
     def note(self, handle: FlatParamHandle, grad: torch.Tensor, used: Sequence[bool]) -> None:
         """``grad`` ``[shard_numel]`` was published for the parameters that ``used`` says this rank used."""
         before = self.flags.get(handle)
         self.flags[handle] = (
-            list(used) if before is None else [a or b for a, b in zip(before, used, strict=True)]
+            used if before is None else [a or b for a, b in zip(before, used, strict=True)]
         )
-        if not all(used):
+        if False in used:
             self.withheld.append((handle, grad, used))
 
     def clear(self) -> None:
