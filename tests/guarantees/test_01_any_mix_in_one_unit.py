@@ -68,15 +68,37 @@ def counted(orig):
         events.clear()
         item.loss(model, item.make_batch(0, 0)).backward()
     trained = sum(p.numel() for p in item.build().blocks[0].parameters() if p.requires_grad)
-    of_block = [event for event in events if event.unit == "blocks.0"]
-    return [event.op for event in of_block], trained
+    grads = [p.grad for p in model.module.blocks[0].parameters() if p.grad is not None]
+    held = torch.tensor(sum(grad.numel() for grad in grads))
+    dist.all_reduce(held)
+    assert {grad.dtype for grad in grads} <= {torch.float32}
+    return [event for event in events if event.unit == "blocks.0"], trained, int(held)
 
 
 @pytest.mark.parametrize("orig", [False, True])
-def test_a_mixed_unit_has_one_gather_a_use_and_one_reduction(orig):
-    for ops, _ in run_ranks(counted, 2, orig):
-        assert ops.count("all_gather") == 2
-        assert ops.count("reduce_scatter") == 1
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_mixed_unit_has_one_gather_a_use_and_one_reduction(world_size, orig):
+    """Alone, nothing is communicated: the shard is the whole."""
+    for events, _, _ in run_ranks(counted, world_size, orig):
+        ops = [event.op for event in events]
+        assert ops.count("all_gather") == (2 if world_size > 1 else 0)
+        assert ops.count("reduce_scatter") == (1 if world_size > 1 else 0)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_and_reductions_are_of_the_trained_part_and_frozen_parameters_stay_low(
+    world_size, orig
+):
+    padding = 64 * world_size
+    for events, trained, held in run_ranks(counted, world_size, orig):
+        assert trained <= held <= trained + padding
+        for event in events:
+            if event.op == "reduce_scatter":
+                assert event.dtypes == ("float32",)
+                assert trained <= sum(event.numels) <= trained + padding
+            else:
+                assert sorted(event.dtypes) == ["bfloat16", "float32", "uint8"]
 
 
 class Frozen(nn.Module):
@@ -106,7 +128,8 @@ def frozen_units(orig):
 
 
 @pytest.mark.parametrize("orig", [False, True])
-def test_a_frozen_unit_is_never_reduced(orig):
-    for ops in run_ranks(frozen_units, 2, orig):
-        assert "all_gather" in ops
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_frozen_unit_is_never_reduced(world_size, orig):
+    for ops in run_ranks(frozen_units, world_size, orig):
+        assert ("all_gather" in ops) is (world_size > 1)
         assert "reduce_scatter" not in ops

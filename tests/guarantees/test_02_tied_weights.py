@@ -82,8 +82,9 @@ def contradictory(use_orig_params):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_values_for_one_weight_are_refused_naming_both(use_orig_params):
-    for outcome in run_ranks_outcomes(contradictory, 2, use_orig_params):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_values_for_one_weight_are_refused_naming_both(world_size, use_orig_params):
+    for outcome in run_ranks_outcomes(contradictory, world_size, use_orig_params):
         assert outcome.error_type == "CheckpointError"
         assert "emb.weight" in outcome.message
         assert "head.weight" in outcome.message
@@ -160,11 +161,12 @@ def tied_and_left_alone(use_orig_params):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ties_found_too_late_or_left_open_are_refused_with_the_remedy(use_orig_params):
-    outcome = run_ranks_outcomes(tied_and_used, 1, use_orig_params)[0]
-    assert outcome.error_type == "ConfigError"
-    assert "auto_wrap_policy" in outcome.message
-    assert "head.weight" in outcome.message
-    for outcome in run_ranks_outcomes(tied_and_left_alone, 2, use_orig_params):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ties_found_too_late_or_left_open_are_refused_with_the_remedy(world_size, use_orig_params):
+    for outcome in run_ranks_outcomes(tied_and_used, world_size, use_orig_params):
+        assert outcome.error_type == "ConfigError"
+        assert "auto_wrap_policy" in outcome.message
+        assert "head.weight" in outcome.message
+    for outcome in run_ranks_outcomes(tied_and_left_alone, world_size, use_orig_params):
         assert outcome.error_type == "UsageError"
         assert "Wrap the module that contains both" in outcome.message

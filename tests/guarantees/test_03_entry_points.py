@@ -40,6 +40,8 @@ def methods():
         model = wrap(build(Methods), use_orig_params=use_orig_params)
         with torch.no_grad():
             torch.testing.assert_close(model.generate(batch(0)), dense.generate(batch(0)))
+            with FSDP.summon_full_params(model, writeback=False):
+                torch.testing.assert_close(model.generate(batch(0)), dense.generate(batch(0)))
         model.register_forward_method("encode")
         for entry in (model, model.module):
             torch.testing.assert_close(entry.encode(batch(0)), dense.encode(batch(0)))

@@ -5,6 +5,7 @@ That is two gathers a unit and step under FULL_SHARD and one under SHARD_GRAD_OP
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -15,7 +16,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
@@ -113,17 +118,27 @@ def test_gradients_are_those_without_checkpointing(nesting, reentrant, strategy)
     run_ranks(gradients, 2, nesting, reentrant, strategy)
 
 
-def test_replicated_units_and_one_process_too():
-    run_ranks(gradients, 2, "around", True, "NO_SHARD")
-    run_ranks(gradients, 1, "span", False, "FULL_SHARD")
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_same_for_other_numbers_of_ranks(nesting, reentrant, world_size):
+    run_ranks(gradients, world_size, nesting, reentrant, "FULL_SHARD")
 
 
-def counts(nesting, reentrant, strategy):
-    """Gathers and reductions a unit in the second step."""
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_replicated_units_too(reentrant):
+    run_ranks(gradients, 2, "around", reentrant, "NO_SHARD")
+
+
+def counts(nesting, reentrant, strategy, use_orig_params):
+    """Gathers and reductions a unit in the second step; the last block is frozen."""
+    plain = build(nesting, reentrant, dropout=False)
+    plain.blocks[2].requires_grad_(False)
     model = FSDP(
-        build(nesting, reentrant, dropout=False),
+        plain,
         auto_wrap_policy=ModuleWrapPolicy({MlpBlock}),
         sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
     )
     events: list[Event] = []
     for wrapper in FSDP.fsdp_modules(model):
@@ -138,12 +153,17 @@ def counts(nesting, reentrant, strategy):
 @pytest.mark.parametrize("nesting", NESTINGS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize(("strategy", "gathers"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 1)])
-def test_recomputation_needs_no_gather_of_its_own(nesting, reentrant, strategy, gathers):
-    counted = run_ranks(counts, 2, nesting, reentrant, strategy)[0]
+@pytest.mark.parametrize(("world_size", "orig"), [(2, False), (3, True)], ids=["2-flat", "3-orig"])
+def test_recomputation_needs_no_gather_of_its_own(
+    nesting, reentrant, strategy, gathers, world_size, orig
+):
+    counted = run_ranks(counts, world_size, nesting, reentrant, strategy, orig)[0]
     for index in range(3):
         unit = f"blocks.{index}"
         assert counted["all_gather", unit] == gathers, counted
-        assert counted["reduce_scatter", unit] == 1, counted
+        assert counted["reduce_scatter", unit] == (index < 2), counted
+    assert counted["all_gather", ""] == 1  # the root stays whole until its backward
+    assert counted["reduce_scatter", ""] == 1
 
 
 def wrapped(order, impl):
@@ -178,8 +198,9 @@ def wrapped(order, impl):
 
 @pytest.mark.parametrize("order", ["ours_outside", "ours_inside"])
 @pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
-def test_the_checkpoint_wrapper_may_be_inside_or_outside(order, impl):
-    run_ranks(wrapped, 2, order, impl)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_checkpoint_wrapper_may_be_inside_or_outside(order, impl, world_size):
+    run_ranks(wrapped, world_size, order, impl)
 
 
 def frozen():
@@ -203,6 +224,40 @@ def frozen():
             assert_close(expected, full_grads(model), GRADIENTS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_frozen_units_under_a_checkpoint(world_size):
     run_ranks(frozen, world_size)
+
+
+class Selective(Mlp):
+    """torch's selective checkpointing: what one kind of operation computed is kept, the rest recomputed."""
+
+    @staticmethod
+    def keep(context, operation, *args, **kwargs):
+        kept = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x):
+        x = self.inp(x)
+        contexts = functools.partial(create_selective_checkpoint_contexts, self.keep)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return self.out(x)
+
+
+def selective():
+    torch.manual_seed(0)
+    expected = mean_grads(Selective(), script, range(dist.get_world_size()))
+    for orig in EXPOSURES:
+        for classes in ({MlpBlock}, {nn.Linear}):
+            torch.manual_seed(0)
+            model = FSDP(
+                Selective(), auto_wrap_policy=ModuleWrapPolicy(classes), use_orig_params=orig
+            )
+            script(model, dist.get_rank())
+            assert_close(expected, full_grads(model), GRADIENTS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_checkpoints_that_keep_the_results_of_some_operations(world_size):
+    run_ranks(selective, world_size)

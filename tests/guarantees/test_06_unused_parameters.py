@@ -81,7 +81,7 @@ def test_any_rank_gives_the_gradient_of_the_unsharded_model(routes, strategy, wo
     run_ranks(any_rank, world_size, script, sharding_strategy=strategy)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("routes", ["orders_differ", "blocks_are_repeated"])
 def test_any_rank_under_activation_checkpointing(routes, world_size):
     script = functools.partial(run_routes, routes=ROUTES[routes], checkpointed=True)
@@ -99,7 +99,7 @@ def two_graphs(model, rank):
     model(batch(rank, 3), [[1], [1, 2], [0]][rank]).square().sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_rank_holds_for_interleaved_graphs_evaluation_and_accumulation(world_size):
     run_ranks(any_rank, world_size, two_graphs)
 
@@ -123,10 +123,10 @@ def accumulating(routes, exposure):
 
 
 @pytest.mark.parametrize("exposure", [False, True])
-def test_any_rank_accumulates_without_synchronisation(exposure):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_rank_accumulates_without_synchronisation(world_size, exposure):
     routes = [[[0], [1, 2], [3]], [[1], [], [1]], [[2, 0], [2], []]]
-    run_ranks(accumulating, 2, routes, exposure)
-    run_ranks(accumulating, 3, routes, exposure)
+    run_ranks(accumulating, world_size, routes, exposure)
 
 
 @settings(max_examples=8, deadline=None)
@@ -174,18 +174,24 @@ def trained(exposure, allow_unused, routes):
 
 @pytest.mark.parametrize("allow_unused", [None, "any_rank"])
 @pytest.mark.parametrize("exposure", [False, True])
-def test_a_unit_that_no_rank_uses_is_not_decayed(exposure, allow_unused):
-    run_ranks(trained, 2, exposure, allow_unused, [[[0, 2], [0, 2]], [[0], [0]], [[2, 1], [2, 1]]])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_unit_that_no_rank_uses_is_not_decayed(world_size, exposure, allow_unused):
+    routes = [[[0, 2]] * 3, [[0]] * 3, [[2, 1]] * 3]
+    run_ranks(trained, world_size, exposure, allow_unused, routes)
 
 
-def test_with_original_parameters_a_parameter_that_some_ranks_use_trains_as_in_one_process():
-    run_ranks(trained, 3, True, "any_rank", [[[0], [1], []], [[0], [0, 1], [3]], [[], [], []]])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_with_original_parameters_a_parameter_that_some_ranks_use_trains_as_in_one_process(
+    world_size,
+):
+    routes = [[[0], [1], []], [[0], [0, 1], [3]], [[], [], []]]
+    run_ranks(trained, world_size, True, "any_rank", routes)
 
 
-def memory_is_given_back():
-    model = wrap(build(Branching), allow_unused="any_rank")
+def memory_is_given_back(exposure):
+    model = wrap(build(Branching), allow_unused="any_rank", use_orig_params=exposure)
     rank = dist.get_rank()
-    routes = [[0, 1], [2]]
+    routes = [[0, 1], [2], [3, 3]]
 
     def held():
         return [
@@ -201,19 +207,23 @@ def memory_is_given_back():
     assert not any(held())
 
 
-def test_any_rank_gives_the_memory_back_after_the_backward_and_after_evaluation():
-    run_ranks(memory_is_given_back, 2)
+@pytest.mark.parametrize("exposure", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])  # alone, the shard is the whole and stays
+def test_any_rank_gives_the_memory_back_after_the_backward_and_after_evaluation(
+    world_size, exposure
+):
+    run_ranks(memory_is_given_back, world_size, exposure)
 
 
 # -- without allow_unused ----------------------------------------------------------------------------------------------
 
 
-def diverges(steps, limit, linger=4.0):
+def diverges(steps, limit, linger=4.0, exposure=False):
     """Runs ``steps`` of routes; returns how long the failing one took and its error."""
 
     os.environ["FSDP_ENTRY_TIMEOUT"] = str(limit)
     rank = dist.get_rank()
-    model = wrap(build(Branching))
+    model = wrap(build(Branching), use_orig_params=exposure)
     for routes in steps:
         started = time.monotonic()
         try:
@@ -226,22 +236,52 @@ def diverges(steps, limit, linger=4.0):
     return None
 
 
-SAME = [[0, 1, 2], [0, 1, 2]]
+SAME = [[0, 1, 2]] * 3
+WORLDS = pytest.mark.parametrize(
+    ("world_size", "exposure"), [(2, False), (3, True)], ids=["2-flat", "3-orig"]
+)
 
 
-def test_in_the_first_iteration_another_unit_is_an_error_at_once_that_names_both():
-    for seconds, kind, message in run_ranks(diverges, 2, [[[0, 1, 2], [0, 2, 1]]], 30, 0.1):
+def alone(exposure):
+    model = wrap(build(Branching), use_orig_params=exposure)
+    check = build(Branching)
+    for routes in ([[0, 1, 2]], [[2]], [[]], [[3, 0, 0]]):
+        for net in (model, check):
+            run_routes(net, 0, routes)
+    expected = {name: param.grad for name, param in check.named_parameters()}
+    assert_same_gradients(expected, full_grads(model), none_is_zero=not exposure)
+
+
+@pytest.mark.parametrize("exposure", [False, True])
+def test_one_rank_alone_may_change_its_route_without_the_flag(exposure):
+    run_ranks(alone, 1, exposure)
+
+
+@pytest.mark.parametrize("exposure", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_in_the_first_iteration_another_unit_is_an_error_at_once_that_names_both(
+    world_size, exposure
+):
+    steps = [[[0, 1, 2], [0, 2, 1], [0, 1, 2]]]
+    for seconds, kind, message in run_ranks(diverges, world_size, steps, 30, 0.1, exposure):
         assert seconds < 10
         assert kind == "ShardMismatchError"
         assert "Forward order differs across ranks" in message
-        assert "rank 0: unit 'blocks.1'" in message
+        first = "rank 0" if world_size == 2 else "ranks 0, 2"
+        assert f"{first}: unit 'blocks.1'" in message
         assert "rank 1: unit 'blocks.2'" in message
         assert "allow_unused='any_rank'" in message
 
 
 @pytest.mark.parametrize("other", [[0, 2, 1], [0, 2, 3]], ids=["swapped", "another"])
-def test_later_another_unit_is_an_error_within_the_limit_that_says_what_each_rank_waits_for(other):
-    for seconds, kind, message in run_ranks(diverges, 2, [SAME, [[0, 1, 2], other]], 1.0):
+@WORLDS
+def test_later_another_unit_is_an_error_within_the_limit_that_says_what_each_rank_waits_for(
+    world_size, exposure, other
+):
+    steps = [SAME, [[0, 1, 2], other, [0, 1, 2]]]
+    for seconds, kind, message in run_ranks(
+        diverges, world_size, steps, 1.0, exposure=exposure, timeout=30
+    ):
         assert 1.0 <= seconds < 8
         assert kind == "ShardMismatchError"
         assert "rank 0 waits for the " in message
@@ -249,8 +289,10 @@ def test_later_another_unit_is_an_error_within_the_limit_that_says_what_each_ran
         assert "'blocks." in message
 
 
-def test_a_skipped_unit_is_an_error_that_names_it():
-    outcomes = run_ranks(diverges, 2, [SAME, [[0, 1, 2], [0, 1]]], 1.0)
+@WORLDS
+def test_a_skipped_unit_is_an_error_that_names_it(world_size, exposure):
+    steps = [SAME, [[0, 1, 2], [0, 1], [0, 1, 2]]]
+    outcomes = run_ranks(diverges, world_size, steps, 1.0, exposure=exposure, timeout=30)
     for seconds, kind, message in outcomes:
         assert seconds < 8
         assert kind == "ShardMismatchError"
@@ -290,7 +332,7 @@ def partly(exposure, allow_unused, small_bytes=0):
     def script(model, rank):
         model(batch(rank), rank == 0).square().sum().backward()
 
-    expected = dense_grads(build(SomeParameters), script, 2)
+    expected = dense_grads(build(SomeParameters), script, dist.get_world_size())
     model = wrap(
         build(SomeParameters), {Halves}, use_orig_params=exposure, allow_unused=allow_unused
     )
@@ -299,10 +341,15 @@ def partly(exposure, allow_unused, small_bytes=0):
 
 
 @pytest.mark.parametrize("exposure", [False, True])
-def test_parameters_of_a_unit_that_some_ranks_use_are_right_or_an_error(exposure):
-    run_ranks(partly, 2, exposure, "any_rank")
-    run_ranks(partly, 2, exposure, None, small_bytes=1 << 20)  # no reduction waits for another
-    for outcome in run_ranks_outcomes(partly, 2, exposure, None):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_of_a_unit_that_some_ranks_use_are_right_or_an_error(world_size, exposure):
+    run_ranks(partly, world_size, exposure, "any_rank")
+    # No reduction waits for another.
+    run_ranks(partly, world_size, exposure, None, small_bytes=1 << 20)
+    if world_size == 1:
+        run_ranks(partly, 1, exposure, None)
+        return
+    for outcome in run_ranks_outcomes(partly, world_size, exposure, None):
         assert outcome.error_type == "ShardMismatchError", outcome
         assert "blocks.3" in outcome.message
 

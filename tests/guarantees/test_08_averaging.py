@@ -46,11 +46,11 @@ def test_a_token_count_as_divisor_gives_the_gradient_of_one_big_batch(world_size
     run_ranks(divided, world_size, ShardingStrategy[strategy])
 
 
-def divided_over_a_mesh():
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def divided_over_a_mesh(shape):
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     rank, tokens = dist.get_rank(), 10.0
     dense = build()
-    for other in range(4):
+    for other in range(dist.get_world_size()):
         (dense(batch(other)).square().sum() / tokens).backward()
     expected = {name: param.grad for name, param in dense.named_parameters()}
     for use_orig_params in (False, True):
@@ -67,5 +67,6 @@ def divided_over_a_mesh():
         assert_same_gradients(expected, full_grads(model), none_is_zero=False)
 
 
-def test_over_a_mesh_the_divisor_covers_both_axes():
-    run_ranks(divided_over_a_mesh, 4)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2)], ids=str)
+def test_over_a_mesh_the_divisor_covers_both_axes(shape):
+    run_ranks(divided_over_a_mesh, shape[0] * shape[1], shape)

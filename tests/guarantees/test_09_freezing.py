@@ -64,6 +64,42 @@ def dropped(use_orig_params):
     assert_same_gradients(expected, full_grads(model), none_is_zero=False)
 
 
+def dropped_one(names):
+    """Of some parameters only; an optimizer then leaves them alone (with original parameters: flat ones are a unit)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def script(net, rank):
+        net(batch(rank)).square().sum().backward()
+
+    expected = dense_grads(build(), script, world_size)
+    model = wrap(build(), use_orig_params=True)
+    before = model.state_dict()
+    script(model, rank)
+    for name in names:
+        model.get_parameter(name).grad = None
+    torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5).step()
+    after = model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) is (name in names), name
+    script(model, rank)
+    grads = full_grads(model)
+    for name in names:  # the second backward's gradient alone
+        assert grads[name] is not None
+    model.zero_grad()
+    model.load_state_dict(before)
+    script(model, rank)
+    model.get_parameter("out.weight").grad = None
+    script(model, rank)
+    doubled = {name: 2 * grad for name, grad in expected.items()}
+    doubled["out.weight"] = expected["out.weight"]
+    assert_same_gradients(doubled, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_gradient_of_one_parameter_may_be_set_to_none(world_size):
+    run_ranks(dropped_one, world_size, ["blocks.1.up.weight", "out.bias"])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_gradient_that_the_user_sets_to_none_is_gone(use_orig_params, world_size):
