@@ -13,13 +13,14 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tools.bench import __main__ as command_line
-from tools.bench import cuda, host_overhead, memory, scaling, step_time
+from tools.bench import cuda, host_overhead, memory, memory_minimum, scaling, step_time
 from tools.bench.contenders import CONTENDERS, PLAIN, Runner, Setting, build_all
 from tools.bench.models import GPT, Block, Shape
 from tools.bench.registry import BENCHMARKS
 from tools.bench.report import Report, Table
 from tools.bench.rounds import PHASES, time_rounds
 from tools.bench.stats import Summary, combine, ratio, round_medians, summarize
+from tools.bench.world import fake_group
 
 SHARDED = tuple(name for name in CONTENDERS if name != PLAIN)
 
@@ -298,31 +299,84 @@ def test_all_contenders_train_a_llama_in_bf16_alike() -> None:
 # Memory and scaling
 
 
-def test_saved_bytes_count_each_storage_once_and_no_parameter() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4, bias=False)
+class Two(nn.Module):
+    """An embedding and a layer of the root's, two units between them."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.linear(x)
-            return (hidden.sin() + hidden.cos()).sum()  # both save ``hidden``
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(100, 8)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 100, bias=False)
 
-    inputs = torch.ones(8, 4)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(self.tokens(tokens)))
+        return self.head(hidden.sin() + hidden.cos()).sum()  # both save ``hidden``
 
-    assert memory.saved_bytes(Twice(), (inputs,)) == 2 * 8 * 4 * 4  # the input and ``hidden``
+
+BATCH = (torch.zeros(16, dtype=torch.int64),)
+UNIT, EMBEDDING, HIDDEN = 8 * 8 * 4, 100 * 8 * 4, 16 * 8 * 4
 
 
-def test_the_minimum_is_the_shards_states_two_units_and_a_unit_of_gradients() -> None:
-    shape = Shape(2, dim=4, heads=1, vocabulary=8)
-    unit = 4 * sum(parameter.numel() for parameter in Block(shape).parameters())
-    total = 4 * sum(parameter.numel() for parameter in GPT(shape).parameters())
+def test_stages_count_each_saved_storage_once_where_it_was_saved_first_and_no_parameter() -> None:
+    trace = memory_minimum.stages_of(Two(), ("first", "second"), BATCH)
 
-    least = memory.minimum(shape, world_size=2)
+    saved = [(stage.unit, stage.saved, stage.root_parameters) for stage in trace.stages]
+    kept = [stage for stage in saved if stage[1] or stage[2]]
+    assert kept == [
+        ("", 16 * 8, EMBEDDING),  # the tokens
+        ("first", HIDDEN, 0),
+        ("second", HIDDEN, 0),
+        ("", HIDDEN, 0),  # ``hidden``
+        ("", HIDDEN, EMBEDDING),  # the sum
+    ]
+    assert trace.read_again == {"", "first", "second"}
 
-    activations = memory.saved_bytes(GPT(shape), shape.tokens(0))
-    assert activations > total / 2
-    assert sum(least.values()) == 3 * total // 2 + activations + 3 * unit
+
+def test_the_minimum_is_the_largest_moment_of_the_schedule() -> None:
+    units, shards = ("first", "second"), 3 * (2 * UNIT + 2 * EMBEDDING) // 2
+    trace = memory_minimum.stages_of(Two(), units, BATCH)
+    moments = {m.name: m for m in memory_minimum.moments(trace, 2, overlapped=False)}
+    overlapped = {m.name: m for m in memory_minimum.moments(trace, 2, overlapped=True)}
+
+    second = moments["backward of second"]
+    assert second.states == shards
+    assert (
+        second.activations == 16 * 8 + HIDDEN + HIDDEN
+    )  # more than its gradient, which they make place for
+    assert second.whole_parameters == 2 * EMBEDDING + 2 * UNIT
+    assert second.whole_gradients == EMBEDDING  # the head's
+    assert moments["reduction of second"].gradient_shards == UNIT // 2
+    assert moments["backward of first"].whole_parameters == 2 * EMBEDDING + UNIT
+    assert overlapped["backward of first"].whole_gradients == EMBEDDING + UNIT
+    assert moments["reduction of the root"].total == shards + 2 * EMBEDDING + UNIT + EMBEDDING
+    least = memory_minimum.minimum(Two(), units, BATCH, 2)
+    assert least.alone.name == "backward of the root"
+    assert least.alone.total == shards + 4 * EMBEDDING + UNIT
+
+
+def test_an_embedding_of_its_own_is_not_whole_in_the_backward() -> None:
+    trace = memory_minimum.stages_of(Two(), ("tokens", "first", "second", "head"), BATCH)
+    moments = {m.name: m for m in memory_minimum.moments(trace, 2, overlapped=False)}
+
+    assert trace.read_again == {"first", "second", "head"}
+    assert moments["backward of first"].whole_parameters == UNIT
+    assert moments["backward of tokens"].whole_parameters == 0
+    assert moments["backward of tokens"].whole_gradients == EMBEDDING
+
+
+def test_the_automatic_policy_has_the_units_of_the_case_that_names_them() -> None:
+    case = memory.CASES["apart"]
+    with fake_group(2):
+        model = GPT(dataclasses.replace(case.shape, dim=96))
+        wrapped = CONTENDERS["ours-flat"](model, case.setting)
+        names = {
+            name.replace("_fsdp_wrapped_module.", "")
+            for name, module in wrapped.named_modules()
+            if type(module) is type(wrapped)
+        }
+
+    assert names == {"", *case.units}
 
 
 def test_the_high_water_mark_remembers_what_was_freed() -> None:

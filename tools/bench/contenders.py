@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Setting:
 
     Attributes:
         blocks: Classes of the modules that become units.
+        large: Names of further modules that do: embedding and head.  Ours is left to ``auto_wrap_policy="auto"`` then,
+            which must choose the same.
         device: Where to compute.
         param_dtype: Dtype of compute and gathers; None for that of the parameters.  Reductions are then fp32.
     """
@@ -34,6 +37,15 @@ class Setting:
     blocks: frozenset[type[nn.Module]]
     device: torch.device = CPU
     param_dtype: torch.dtype | None = None
+    large: frozenset[str] = frozenset()
+
+    def units_of(self, model: nn.Module) -> set[nn.Module]:
+        """The modules of ``model`` that become units."""
+        return {
+            module
+            for name, module in model.named_modules()
+            if type(module) in self.blocks or name in self.large
+        }
 
 
 Builder = Callable[[nn.Module, Setting], nn.Module]
@@ -65,14 +77,15 @@ def _finished_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
 
 def _fsdp1(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     precision = None
     if setting.param_dtype is not None:
         precision = MixedPrecision(setting.param_dtype, torch.float32)
+    units = setting.units_of(model)
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=units.__contains__),
         use_orig_params=use_orig_params,
         mixed_precision=precision,
         device_id=setting.device,  # without it FSDP1 takes the machine's accelerator, or fails on a CPU
@@ -88,8 +101,9 @@ def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
     policy = MixedPrecisionPolicy()
     if setting.param_dtype is not None:
         policy = MixedPrecisionPolicy(setting.param_dtype, torch.float32)
+    units = setting.units_of(model)
     for module in model.modules():
-        if type(module) in setting.blocks:
+        if module in units:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -104,7 +118,7 @@ def _ours(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Mo
         precision = MixedPrecision(setting.param_dtype, torch.float32)
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy(setting.blocks),
+        auto_wrap_policy="auto" if setting.large else ModuleWrapPolicy(setting.blocks),
         use_orig_params=use_orig_params,
         mixed_precision=precision,
         device_id=setting.device if setting.device.type == "cuda" else None,

@@ -2,6 +2,7 @@
 
 Each contender has fresh processes: a peak is of a process.  The kernel's high-water mark (VmHWM) is reset before each
 phase, and glibc maps every allocation of 64 KiB and more by itself, so that what is freed leaves the resident set.
+The minimum is that of :mod:`tools.bench.memory_minimum`.
 """
 
 from __future__ import annotations
@@ -9,121 +10,144 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import world
 from .contenders import CONTENDERS, Setting, build_runner
+from .memory_minimum import Minimum, minimum
 from .models import GPT, Block, Shape
 from .report import Report, Table
 from .stats import summarize
 
-__all__ = ["add_arguments", "measure", "minimum", "read_status", "run", "saved_bytes", "table"]
+__all__ = ["CASES", "Case", "add_arguments", "measure", "read_status", "run", "table"]
 
-PHASES = ("construction", "first step", "step")
-FULL = Shape(12, dim=768, heads=12, batch=1, sequence=128)
-QUICK = Shape(4, dim=512, heads=8, batch=1, sequence=128)
+PHASES = ("construction", "first step", "step", "rest")
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
 LATER_STEPS = 4  # what grows from step to step shows
 _MIB = 1 << 20
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model and what of it is a unit.
+
+    Attributes:
+        shape: Sizes.
+        large: Names of modules that are units besides the blocks.
+    """
+
+    shape: Shape
+    large: tuple[str, ...] = ()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of all modules that are units besides the model."""
+        return (*(f"blocks.{index}" for index in range(self.shape.blocks)), *self.large)
+
+    @property
+    def setting(self) -> Setting:
+        """The same for the contenders' builders."""
+        return Setting(frozenset({Block}), large=frozenset(self.large))
+
+    def minimum(self, world_size: int) -> Minimum:
+        """The least peak of a step."""
+        return minimum(GPT(self.shape), self.units, self.shape.tokens(0), world_size)
+
+
+_VOCABULARY = Shape(6, dim=768, heads=12, vocabulary=25000, batch=1, sequence=128)
+CASES = {
+    "small": Case(Shape(4, dim=512, heads=8, batch=1, sequence=128)),  # 13M parameters
+    "blocks": Case(Shape(12, dim=768, heads=12, batch=1, sequence=128)),  # 85M, all in the blocks
+    "vocabulary": Case(
+        _VOCABULARY
+    ),  # 81M, half of them in embedding and head, which are the root's
+    "apart": Case(_VOCABULARY, ("tokens", "head")),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``memory``."""
     parser.add_argument("--world", type=int, default=2, metavar="W", help="ranks (2)")
+    parser.add_argument(
+        "--case", choices=CASES, nargs="+", help="which (all but small; small if --quick)"
+    )
+    parser.add_argument(
+        "--contender", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="who (all)"
+    )
+    parser.add_argument("--repetitions", type=int, metavar="N", help="fresh runs of each (3; 1)")
 
 
 def run(arguments: argparse.Namespace) -> Report:
     """Fresh ranks per contender and repetition, contenders in turn."""
-    shape = QUICK if arguments.quick else FULL
-    repetitions = 1 if arguments.quick else 3
-    samples: dict[str, dict[str, list[int]]] = {}
+    cases = arguments.case or (["small"] if arguments.quick else [c for c in CASES if c != "small"])
+    repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+    samples: dict[str, dict[str, dict[str, list[int]]]] = {case: {} for case in cases}
     failures: dict[str, str] = {}
-    for _ in range(repetitions):
-        for name in CONTENDERS:
-            try:
-                ranks = world.run_gloo(
-                    measure,
-                    arguments.world,
-                    environment=_MAPPED,
-                    name=name,
-                    shape=vars(shape),
-                    seed=arguments.seed,
-                )
-            except Exception as error:  # noqa: BLE001  # any failure of a contender is a result
-                failures[name] = " ".join(str(error).split())[-300:]
-                continue
-            phases = samples.setdefault(name, {phase: [] for phase in PHASES})
-            for phase in PHASES:
-                phases[phase].append(max(rank[phase] for rank in ranks))
-    least = minimum(shape, arguments.world)
-    states = 4 * sum(parameter.nbytes for parameter in GPT(shape).parameters())
-    title = f"{shape.blocks} blocks of dim {shape.dim}, W={arguments.world}"
+    for case in cases:
+        for _ in range(repetitions):
+            for name in arguments.contender:
+                try:
+                    ranks = world.run_gloo(
+                        measure,
+                        arguments.world,
+                        environment=_MAPPED,
+                        name=name,
+                        case=case,
+                        seed=arguments.seed,
+                    )
+                except Exception as error:  # noqa: BLE001  # any failure of a contender is a result
+                    failures[f"{case}: {name}"] = " ".join(str(error).split())[-300:]
+                    continue
+                phases = samples[case].setdefault(name, {phase: [] for phase in PHASES})
+                for phase in PHASES:
+                    phases[phase].append(max(rank[phase] for rank in ranks))
+    least = {case: CASES[case].minimum(arguments.world) for case in cases}
     return Report(
         "memory",
-        {"shape": vars(shape), "world_size": arguments.world, "repetitions": repetitions},
+        {
+            "cases": {case: vars(CASES[case].shape) for case in cases},
+            "world_size": arguments.world,
+            "repetitions": repetitions,
+        },
         arguments.seed,
-        (table(title, samples, least, states, arguments.world),),
-        {**samples, "minimum": least},
+        tuple(table(case, samples[case], least[case], arguments.world) for case in cases),
+        {case: {**samples[case], "minimum": least[case].alone.parts()} for case in cases},
         failures,
         notes=(
             "MiB of the larger rank above the process before the model, median [quartiles] of repetitions.",
-            "construction: unwrapped model, wrapping, optimizer object; first step: AdamW's moments included.",
-            "above states: peak less parameters, gradients and two moments (all / W where sharded).",
-            "minimum: " + ", ".join(f"{part} {size / _MIB:.0f}" for part, size in least.items()),
+            "construction: unwrapped model, wrapping, optimizer object; first step: AdamW's moments included;",
+            "rest: resident after a step.  / minimum: of the step, to the minimum and to the overlapped one.",
+            *(line for case in cases for line in _explained(case, least[case])),
         ),
     )
 
 
-def minimum(shape: Shape, world_size: int) -> dict[str, int]:
-    """The parts of the analytic minimum of a sharded step's peak, in bytes.
-
-    While the backward goes on, activations are freed as gradient shards appear: the larger of both counts, not the sum.
-    """
-    model = GPT(shape)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    unit = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
-    activations = saved_bytes(model, shape.tokens(0))
-    return {
-        "parameters and moments": 3 * total // world_size,
-        "gradients or activations": max(total // world_size, activations),
-        "two units unsharded": 2 * unit,
-        "gradients of a unit": unit,
-    }
+def _explained(case: str, least: Minimum) -> tuple[str, str]:
+    alone, overlapped = least.alone, least.overlapped
+    parts = ", ".join(f"{part} {size / _MIB:.0f}" for part, size in alone.parts().items() if size)
+    return (
+        f"{case}: minimum {alone.total / _MIB:.0f} ({alone.name}: {parts});",
+        f"    {overlapped.total / _MIB:.0f} ({overlapped.name}) if a unit's reduction runs beside the next backward.",
+    )
 
 
-def saved_bytes(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> int:
-    """Bytes that autograd keeps from forward to backward, each storage once, the parameters' left out."""
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(*batch)
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def measure(*, name: str, shape: Mapping[str, int], seed: int) -> dict[str, int]:
+def measure(*, name: str, case: str, seed: int) -> dict[str, int]:
     """This rank's peaks in bytes above what the process had before, by phase.
 
     Collective: call on all ranks.
     """
-    sizes = Shape(**shape)
+    shape, setting = CASES[case].shape, CASES[case].setting
     torch.manual_seed(seed)
-    warm = GPT(Shape(1, dim=16, heads=2, vocabulary=32))  # loads what every contender needs anyway
-    runner = build_runner(name, warm, Setting(frozenset({Block})), Shape(1, 16, 2, 32).tokens(0))
+    tiny = Shape(1, dim=16, heads=2, vocabulary=32)  # loads what every contender needs anyway
+    runner = build_runner(name, GPT(tiny), setting, tiny.tokens(0))
     runner.forward_backward()
     runner.optimizer_step()
-    del warm, runner
+    del runner
     gc.collect()
     before = read_status("VmRSS")
 
@@ -133,8 +157,8 @@ def measure(*, name: str, shape: Mapping[str, int], seed: int) -> dict[str, int]
         return phase(), read_status("VmHWM") - before
 
     def construct() -> Any:
-        batch = sizes.tokens(seed + dist.get_rank())
-        return build_runner(name, GPT(sizes), Setting(frozenset({Block})), batch)
+        batch = shape.tokens(seed + dist.get_rank())
+        return build_runner(name, GPT(shape), setting, batch)
 
     def step() -> None:
         runner.forward_backward()
@@ -144,7 +168,8 @@ def measure(*, name: str, shape: Mapping[str, int], seed: int) -> dict[str, int]
     gc.collect()
     _, first = peak(step)
     later = max(peak(step)[1] for _ in range(LATER_STEPS))
-    return dict(zip(PHASES, (construction, first, later), strict=True))
+    rest = read_status("VmRSS") - before
+    return dict(zip(PHASES, (construction, first, later, rest), strict=True))
 
 
 def read_status(field: str) -> int:
@@ -156,24 +181,26 @@ def read_status(field: str) -> int:
 
 
 def table(
-    title: str,
+    case: str,
     samples: Mapping[str, Mapping[str, list[int]]],
-    least: Mapping[str, int],
-    states: int,
+    least: Minimum,
     world_size: int,
 ) -> Table:
-    """MiB per phase, the peak of a step above the states, and its ratio to the minimum."""
+    """MiB per phase, and the step's ratio to both minima."""
     rows = []
     for name, phases in samples.items():
-        sharded = name not in ("plain", "ddp")
-        peak = summarize(phases["step"]).median
-        above = peak - states // (world_size if sharded else 1)
+        step = summarize(phases["step"]).median
         rows.append(
             (
                 name,
                 *(summarize(phases[phase]).scaled(1 / _MIB).text(0) for phase in PHASES),
-                f"{above / _MIB:.0f}",
-                f"{peak / sum(least.values()):.2f}",
+                *(f"{step / moment.total:.3f}" for moment in (least.alone, least.overlapped)),
             )
         )
-    return Table(title, ("", *PHASES, "above states", "/ minimum"), tuple(rows))
+    shape = CASES[case].shape
+    large = f", {' and '.join(CASES[case].large)} apart" if CASES[case].large else ""
+    title = (
+        f"{case}: {shape.blocks} blocks of dim {shape.dim}, vocabulary {shape.vocabulary}{large}, "
+        f"W={world_size}"
+    )
+    return Table(title, ("", *PHASES, "/ minimum", "/ overlapped"), tuple(rows))
