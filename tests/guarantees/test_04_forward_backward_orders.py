@@ -16,7 +16,15 @@ from tests.support.compare import GRADIENTS, Tolerance, assert_close
 from tests.support.models import build_gan_pair, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
 from tests.support.ranks import run_ranks
-from tests.support.scripts import batch, build, check_script, wrap
+from tests.support.scripts import (
+    Block,
+    assert_same_gradients,
+    batch,
+    build,
+    check_script,
+    dense_grads,
+    wrap,
+)
 
 EXPOSURES = (False, True)
 # Two or three backwards add up: a few more roundings than one has.
@@ -344,6 +352,42 @@ def transformed(use_orig_params):
     model(x).sum().backward()
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def lent(use_orig_params, classes):
+    """Parameters look like an assignment of the user's; of all units or of one."""
+
+    def script(model, rank):
+        model(batch(rank)).sum().backward()
+
+    expected = dense_grads(build(), script, dist.get_world_size())
+    model = wrap(build(), classes, use_orig_params=use_orig_params)
+    before = model.state_dict()
+    for kind in (nn.Parameter, torch.clone):
+        for part in ("", "inp.", "blocks.1.", "blocks.2.down", "out.bias"):
+            values = {
+                name: kind(torch.full_like(value, 0.5))
+                for name, value in before.items()
+                if name.startswith(part)
+            }
+            with pytest.raises(UsageError, match="functional_call") as caught:
+                torch.func.functional_call(model, values, (batch(dist.get_rank()),))
+            assert caught.value.fqn.startswith(part)
+            model.zero_grad()
+            script(model, dist.get_rank())
+            assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert list(model.state_dict()) == [name for name, _ in build().named_parameters()]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("classes", [{Block}, {nn.Linear}], ids=["blocks", "layers"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_lent_parameters_are_refused_and_leave_the_own_ones_alone(
+    world_size, classes, use_orig_params
+):
+    run_ranks(lent, world_size, use_orig_params, classes)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -8,17 +8,29 @@ refused: computing with them inside the forward of another module, and a gradien
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy, _torch
 from fsdp.errors import ShardedParameterError
 from tests.support.ranks import run_ranks
-from tests.support.scripts import Block, Net, batch, build, check_script, wrap
+from tests.support.scripts import (
+    Block,
+    Net,
+    assert_same_gradients,
+    batch,
+    build,
+    check_script,
+    dense_grads,
+    full_grads,
+    wrap,
+)
 
 TOUCHES = {
     "sum": lambda w: w.sum(),
@@ -164,6 +176,68 @@ def test_a_gradient_that_would_stay_on_one_rank_is_refused(world_size, use_orig_
 
 def test_a_gradient_past_the_reduction_is_refused_under_no_shard_too():
     run_ranks(computed_with_pieces, 2, True, {"sharding_strategy": ShardingStrategy.NO_SHARD})
+
+
+def half_zero(model):
+    """Of a parameter of which some ranks hold nothing but zeros."""
+    named = dict(model.named_parameters())
+    return named.get("inp.weight", named.get("flat_param")).square().sum()
+
+
+def small(model):
+    """Of a parameter of which some ranks hold nothing."""
+    return list(model.parameters())[-1].square().sum()
+
+
+PENALTIES = {
+    "all": lambda model: sum(param.norm() for param in model.parameters()),
+    "half zero": half_zero,
+    "small": small,
+}
+LOSSES = {
+    "penalty first": lambda model, penalty, x: penalty(model) + model(x).square().sum(),
+    "penalty last": lambda model, penalty, x: model(x).square().sum() + penalty(model),
+    "penalty alone": lambda model, penalty, x: penalty(model),
+    "checkpointed": lambda model, penalty, x: (
+        checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum() + penalty(model)
+    ),
+    "penalty checkpointed": lambda model, penalty, x: (
+        model(x).square().sum() + checkpoint(lambda: penalty(model), use_reentrant=False)
+    ),
+}
+
+
+def refused_together(use_orig_params):
+    """Every rank raises, whatever it holds, when its backward has ended; the next step knows nothing of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def script(model, who):
+        model(batch(who)).square().sum().backward()
+
+    plain = build()
+    with torch.no_grad():
+        plain.inp.weight[2:].zero_()
+    expected = dense_grads(plain, script, world_size)
+    for penalty in PENALTIES.values():
+        model = wrap(copy.deepcopy(plain), use_orig_params=use_orig_params)
+        for loss in LOSSES.values():
+            for accumulates in (False, True):
+                with model.no_sync() if accumulates else contextlib.nullcontext():
+                    total = loss(model, penalty, batch(rank))
+                    with pytest.raises(ShardedParameterError, match="weight_decay"):
+                        total.backward()
+                model.zero_grad()
+                script(model, rank)
+                assert_same_gradients(expected, full_grads(model), none_is_zero=not use_orig_params)
+                model.zero_grad()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_penalty_on_pieces_is_refused_on_every_rank_and_leaves_nothing_behind(
+    world_size, use_orig_params
+):
+    run_ranks(refused_together, world_size, use_orig_params, timeout=30)
 
 
 class Penalised(Net):
