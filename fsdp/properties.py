@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
-from .errors import TrainingStateError
+from .errors import TrainingStateError, UsageError, describe
 from .flat.handle import FlatParamHandle
 from .flat.parameter import FlatParameter
 from .init.build import BuildArguments
@@ -22,15 +22,20 @@ from .wrap import ParamExecOrderWrapPolicy
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["WrapperProperties"]
+    from .state.model import StateHooks
+
+__all__ = ["WrapperProperties", "own_unit", "units_in", "wrappers_in"]
 
 
 class WrapperProperties(nn.Module):
     """What every wrapper inherits: read-only views of its arguments and of its unit."""
 
+    _fsdp_wrapped_module: nn.Module
     _unit: Unit
     _arguments: BuildArguments
     _exec_order_policy: ParamExecOrderWrapPolicy | None
+    _state_hooks: StateHooks
+    _forward_methods: list[str]
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one.  Collective: none."""
@@ -158,3 +163,30 @@ class WrapperProperties(nn.Module):
             raise TrainingStateError(
                 f"expected to be in states {wanted} but current state is {self.training_state}."
             )
+
+    def _check_is_outermost(self, method: str) -> None:
+        if not self.check_is_root():
+            raise UsageError(
+                describe(
+                    f"`{method}` should only be called on the root FSDP instance",
+                    unit=self._unit.name,
+                    remedy="Call it on the outermost wrapper.",
+                ),
+                unit=self._unit.name,
+            )
+
+
+def wrappers_in(module: nn.Module, root_only: bool = False) -> list[WrapperProperties]:
+    """Every wrapper in ``module``, itself included, in ``modules()`` order; outermost ones only if asked."""
+    found = [child for child in module.modules() if isinstance(child, WrapperProperties)]
+    return [wrapper for wrapper in found if not root_only or wrapper.check_is_root()]
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of those wrappers."""
+    return [wrapper._unit for wrapper in wrappers_in(module)]
+
+
+def own_unit(module: nn.Module) -> list[Unit]:
+    """The unit of ``module``, if it is a wrapper."""
+    return [module._unit] if isinstance(module, WrapperProperties) else []

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[frozenset[str], ...], ...] = (
     tuple(frozenset({name}) for name in ("plan", "flat", "comm", "schedule", "adapters")),
     tuple(frozenset({name}) for name in ("runtime", "wrap")),
     tuple(frozenset({name}) for name in ("init", "state", "optim", "report")),
-    (frozenset({"wrapper", "properties"}),),
+    (frozenset({"wrapper", "properties", "assembly", "copies", "joined", "training"}),),
     (frozenset({"checkpoint"}),),
     tuple(frozenset({name}) for name in ("cli", "compat")),
     (frozenset({"__main__"}),),
