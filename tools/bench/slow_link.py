@@ -1,13 +1,16 @@
 """How much communication over a slow link costs: two gloo ranks on two hosts joined by 1, 2 and 5 Gbit/s.
 
-Hosts are network namespaces (see ``hosts``).  Each contender also trains on two ranks with a fake group, which computes
-the same and sends nothing: what a step over the link takes longer is the communication that its overlap did not hide.
+Hosts are network namespaces (see ``hosts``) with cores of their own: hosts do not wake each other's threads on the core
+that a message comes from, as two of one machine do.  Each contender also trains on two ranks with a fake group, which
+computes the same and sends nothing: what a step over the link takes longer is the communication that its overlap did
+not hide.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,20 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gigabits", type=float, nargs="+", default=[1, 2, 5], metavar="G", help="of the link"
     )
+    parser.add_argument(
+        "--contender", choices=_CONTENDERS, nargs="+", default=list(_CONTENDERS), help="(all)"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="of a few steps each (9)")
 
 
 def run(arguments: argparse.Namespace) -> Report:
     """A fresh world per speed, and one that sends nothing."""
     rounds, steps = _QUICK_ROUNDS if arguments.quick else _ROUNDS
+    rounds = arguments.rounds or rounds
     shape = dataclasses.replace(SHAPE, blocks=3, batch=8) if arguments.quick else SHAPE
-    case = {"shape": vars(shape), "rounds": rounds, "steps": steps, "seed": arguments.seed}
+    case = {
+        "shape": vars(shape),
+        "rounds": rounds,
+        "steps": steps,
+        "seed": arguments.seed,
+        "names": arguments.contender,
+    }
     tables: list[Table] = []
     samples: dict[str, Any] = {}
     failures: dict[str, str] = {}
     if (reason := hosts.why_not()) is not None:
         failures["all"] = reason
     else:
-        alone = world.run_fake(measure_alone, 2, **case)
+        alone = world.run_fake(measure_alone, 2, own_cores=True, **case)
         samples["no communication"] = [result["samples"] for result in alone]
         for gigabits in arguments.gigabits:
             with hosts.linked_hosts(gigabits) as names:
@@ -72,9 +86,11 @@ def run(arguments: argparse.Namespace) -> Report:
     )
 
 
-def measure_alone(*, shape: dict[str, int], rounds: int, steps: int, seed: int) -> dict[str, Any]:
+def measure_alone(
+    *, shape: dict[str, int], rounds: int, steps: int, seed: int, names: Sequence[str]
+) -> dict[str, Any]:
     """This rank's samples with a group that sends nothing."""
-    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=_CONTENDERS)
+    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=tuple(names))
     samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed)
     return {"samples": samples, "failures": failures, "rank": dist.get_rank()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,12 +74,19 @@ def run(arguments: argparse.Namespace) -> Report:
     )
 
 
-def measure(*, shape: Mapping[str, int], rounds: int, steps: int, seed: int) -> dict[str, Any]:
+def measure(
+    *,
+    shape: Mapping[str, int],
+    rounds: int,
+    steps: int,
+    seed: int,
+    names: Sequence[str] = tuple(CONTENDERS),
+) -> dict[str, Any]:
     """This rank's samples and failures.
 
     Collective: call on all ranks.
     """
-    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2)
+    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=tuple(names))
     samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed, before_step=dist.barrier)
     return {"samples": samples, "failures": failures}
 

@@ -20,6 +20,7 @@ from .hosts import INTERFACE, enter
 __all__ = ["all_gather", "fake_group", "reduce_scatter", "run_child", "run_fake", "run_gloo"]
 
 _HOSTS = "FSDP_BENCH_HOSTS"
+_OWN_CORES = "FSDP_BENCH_OWN_CORES"
 
 # torch 2.13 renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,17 +40,22 @@ def run_gloo(
 ) -> list[Any]:
     """Run ``function(**arguments)`` on fresh gloo ranks with one thread each; its results in rank order.
 
-    Rank i runs in the network namespace ``hosts[i]``, if given.
+    Rank i runs in the network namespace ``hosts[i]``, if given, on a share of this machine's cores.
     """
     extra = dict(environment or {})
     if hosts:
-        extra |= {"GLOO_SOCKET_IFNAME": INTERFACE, _HOSTS: ",".join(hosts)}
+        extra |= {"GLOO_SOCKET_IFNAME": INTERFACE, _HOSTS: ",".join(hosts), _OWN_CORES: "1"}
     return _run(_gloo_rank, function, world_size, arguments, extra)
 
 
-def run_fake(function: RankFunction, world_size: int, **arguments: Any) -> list[Any]:
-    """Run ``function(**arguments)`` on as many processes at once, each a rank of a group that moves nothing."""
-    return _run(_fake_rank, function, world_size, arguments, {})
+def run_fake(
+    function: RankFunction, world_size: int, *, own_cores: bool = False, **arguments: Any
+) -> list[Any]:
+    """Run ``function(**arguments)`` on as many processes at once, each a rank of a group that moves nothing.
+
+    With ``own_cores`` each has a share of this machine's cores, as ranks on hosts have.
+    """
+    return _run(_fake_rank, function, world_size, arguments, {_OWN_CORES: "1"} if own_cores else {})
 
 
 def run_child(function: RankFunction, **arguments: Any) -> Any:
@@ -110,6 +116,7 @@ def _gloo_rank(
 ) -> None:
     if _HOSTS in os.environ:
         enter(os.environ[_HOSTS].split(",")[rank])
+    _take_cores(rank, world_size)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT)
     _lone_rank(rank, function, world_size, folder, arguments)
@@ -122,8 +129,16 @@ def _fake_rank(
 ) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _take_cores(rank, world_size)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     _lone_rank(rank, function, world_size, folder, arguments)
+
+
+def _take_cores(rank: int, world_size: int) -> None:
+    """Stay on this rank's share of the cores, if asked to and there is one for each rank."""
+    cores = sorted(os.sched_getaffinity(0)) if _OWN_CORES in os.environ else []
+    if len(cores) >= world_size:
+        os.sched_setaffinity(0, cores[rank::world_size])
 
 
 def _lone_rank(
