@@ -32,6 +32,8 @@ class CopiedWrapper(TrainingInterface):
         made = memo[id(self)] = wrap_child(type(self), module, unit.copied(memo), self._arguments)
         made._exec_order_policy = self._exec_order_policy
         made._state_hooks.settings = self._state_hooks.settings
+        for mine, its in zip(self.params, made.params, strict=True):
+            memo[id(mine)] = its  # for an optimizer that is copied along
         for name in self._forward_methods:
             made.register_forward_method(name)
         if outermost:
@@ -48,6 +50,7 @@ class CopiedWrapper(TrainingInterface):
             memo[id(unit.rule_casts)] = stale
         for handle in unit.handles:
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
+            memo[id(handle.flat_param)] = None
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
         for original in self._state_hooks.hooked:
             copied = copy.deepcopy(original, memo)  # there already, if it is still in the tree

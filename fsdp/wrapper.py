@@ -28,6 +28,7 @@ from .errors import (
     UsageError,
     describe,
 )
+from .flat.shown import show_flat_params
 from .init.arguments import check_offload, divisor_of, of_type, one_of, override, policy_named
 from .init.build import (
     BuildArguments,
@@ -44,7 +45,6 @@ from .joined import JoinedWrapper
 from .names import (
     FSDP_WRAPPED_MODULE,
     clean_tensor_name,
-    flat_param_name,
     join_names,
 )
 from .properties import own_unit, units_in, wrappers_in
@@ -219,11 +219,8 @@ class FullyShardedDataParallel(
         self.register_load_state_dict_post_hook(clean_incompatible_keys)
 
     def _show_flat_params(self) -> None:
-        table = _torch.parameter_table(self)
-        table.clear()
         if not self._arguments.use_orig_params:
-            for index, handle in enumerate(self._unit.handles):
-                handle.register_flat_param(table, flat_param_name(index))
+            show_flat_params(self._unit.handles, self._fsdp_wrapped_module, self)
 
     def _follow_new_handles(self) -> None:
         """The unit has given up parameters: see ``init.ties``."""

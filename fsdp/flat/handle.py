@@ -92,6 +92,7 @@ class FlatParamHandle:
         self.layout: FlatLayout
         self.unsharded: UnshardedStorage
         self._leaf_writes: Writes
+        self._sharded_writes: Writes
         self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
         self._registered: Writes
         if copied_from is None:
@@ -216,7 +217,15 @@ class FlatParamHandle:
         )
 
     def register_flat_param(self, table: dict[str, nn.Parameter], name: str) -> None:
-        """Show the flat parameter under ``name`` in a module's parameter table, but not beside originals or leaves."""
+        """Show the flat parameter under ``name`` in a module's parameter table, but not beside originals or leaves.
+
+        Instead of where it was shown before.
+        """
+        if self._registered_in is not None:
+            before, former = self._registered_in
+            before.pop(former, None)
+            self._leaf_writes = _without(self._leaf_writes, before, former)
+            self._sharded_writes = _without(self._sharded_writes, before, former)
         self._registered_in = (table, name)
         table[name] = self.flat_param
         self._leaf_writes += ((table, name, None),)
@@ -704,6 +713,10 @@ class FlatParamHandle:
                 ),
                 fqn=self.fqns[0],
             )
+
+
+def _without(writes: Writes, table: dict[str, Any], name: str) -> Writes:
+    return tuple(write for write in writes if write[0] is not table or write[1] != name)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

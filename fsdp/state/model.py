@@ -198,6 +198,8 @@ class StateHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         managed = set()
+        for name in self._shown_flat_params(module):
+            state_dict.pop(prefix + name, None)
         for entry in self._entries.get(module, ()):
             managed.add(entry.name)
             self._save_entry(entry, state_dict, prefix + entry.name)
@@ -383,6 +385,16 @@ class StateHooks:
                 state_dict[key] = entry.handle.params[entry.index].param
             elif not self._loading_local:
                 self._load_entry(entry, state_dict, key, missing_keys, error_msgs)
+        for name, flat_param in self._shown_flat_params(module).items():
+            state_dict[prefix + name] = flat_param  # which nn.Module then copies onto itself
+
+    def _shown_flat_params(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The flat parameters that ``module`` shows, by name: state dicts know nothing of them."""
+        if module is not self._unit.module:
+            return {}
+        flat_params = {handle.flat_param for handle in self._unit.handles}
+        table = _torch.parameter_table(module)
+        return {name: param for name, param in table.items() if param in flat_params}
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self._loading_local = False

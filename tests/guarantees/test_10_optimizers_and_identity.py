@@ -6,14 +6,17 @@ Identity, attributes and optimizers from before wrapping are proven in ``tests/d
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import ShardingStrategy, split_decay_groups
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy, StateDictType, split_decay_groups
 from fsdp.errors import ConfigError, UsageError
+from fsdp.names import clean_tensor_name
 from tests.support.compare import TRAINED, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, wrap_entry
@@ -205,3 +208,167 @@ def decay():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weight_decay_is_split_by_original_dimensions(world_size):
     run_ranks(decay, world_size)
+
+
+MODELS = ("mlp", "gpt_tied", "shared", "lora", "odd")
+
+
+def same_parameters(model):
+    return set(model.parameters()) == set(model.module.parameters()) != set()
+
+
+def through_the_module(use_orig_params):
+    """Everything that is given ``model.module`` instead of ``model`` finds the same parameters."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for name in MODELS:
+        item = entry(name)
+        for wrapping in ("root", "blocks"):
+            dense = item.build()
+            plain = torch.optim.SGD([p for p in dense.parameters() if p.requires_grad], lr=0.05)
+            model = wrap_entry(item, item.build(), wrapping, use_orig_params=use_orig_params)
+            names = [key for key, _ in model.named_parameters()]
+            assert same_parameters(model), (name, wrapping)
+            optimizer = torch.optim.SGD(
+                [p for p in model.module.parameters() if p.requires_grad], lr=0.05
+            )
+            for number in range(3):
+                plain.zero_grad()
+                model.module.zero_grad()
+                for who in range(world_size):
+                    (item.loss(dense, item.make_batch(who, number)) / world_size).backward()
+                item.loss(model, item.make_batch(rank, number)).backward()
+                plain.step()
+                optimizer.step()
+            expected = {k: v for k, v in dense.state_dict().items() if not k.endswith("tracked")}
+            state = model.state_dict()
+            assert_close(expected, {key: state[key] for key in expected}, TRAINED)
+            with FSDP.summon_full_params(model):
+                whole = dict(model.module.named_parameters())
+                assert sum(p.numel() for p in whole.values()) == sum(
+                    p.numel() for p in dense.parameters()
+                )
+            assert same_parameters(model)
+            assert [key for key, _ in model.named_parameters()] == names
+            for param in model.module.parameters():
+                param.requires_grad_(False)
+            item.loss(model, item.make_batch(rank, 0))
+            assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_parameters_of_the_wrapped_module_are_those_of_the_wrapper(world_size, use_orig_params):
+    run_ranks(through_the_module, world_size, use_orig_params)
+
+
+def saved_and_copied(use_orig_params):
+    """State dicts, copies and pickles know nothing of where flat parameters are shown."""
+    rank = dist.get_rank()
+    for name in MODELS:
+        item = entry(name)
+        keys = list(item.build().state_dict())
+        model = wrap_entry(item, item.build(), use_orig_params=use_orig_params)
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            with FSDP.state_dict_type(model, kind):
+                for part in (model, model.module):
+                    state = part.state_dict()
+                    assert {clean_tensor_name(key) for key in state} == set(keys)
+                    assert not [key for key in state if "flat_param" in key]
+                    result = part.load_state_dict(state)
+                    assert not result.missing_keys
+                    assert not result.unexpected_keys
+                assert same_parameters(model)
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            model.load_state_dict(model.state_dict())
+        optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.01)
+        twins = [copy.deepcopy((model, optimizer)), (pickle.loads(pickle.dumps(model)), None)]
+        for twin, its in twins:
+            assert same_parameters(twin)
+            assert set(twin.parameters()).isdisjoint(model.parameters())
+            if its is None:
+                continue
+            assert {p for group in its.param_groups for p in group["params"]} == set(
+                twin.parameters()
+            )
+            its.param_groups[0]["lr"] = 0.0
+            item.loss(twin, item.make_batch(rank, 0)).backward()
+            its.step()
+        item.loss(model, item.make_batch(rank, 0)).backward()
+        before = model.state_dict()
+        optimizer.step()
+        after = model.state_dict()
+        assert any(not torch.equal(before[key], after[key]) for key in keys)
+    plain = nn.Sequential(nn.Linear(300, 300))
+    size = len(pickle.dumps(plain)) / dist.get_world_size()
+    assert len(pickle.dumps(FSDP(plain, use_orig_params=use_orig_params))) < 1.2 * size + 10_000
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_wrapped_module_shows_is_in_no_state_dict_and_in_each_copy_once(
+    world_size, use_orig_params
+):
+    run_ranks(saved_and_copied, world_size, use_orig_params)
+
+
+class HasTheName(nn.Module):
+    """A parameter of its own under the name that flat parameters are shown by."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat_param = nn.Parameter(torch.arange(5.0))
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return (x * self.flat_param).sum() * self.scale.sum()
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 5)
+        self.scale = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5, bias=False), Scaled()
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.a(x).sum() + self.b(x).sum()
+
+
+def shown_elsewhere():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    expected = dense_grads(
+        HasTheName(), lambda model, who: model(batch(who)).backward(), world_size
+    )
+    model = FSDP(HasTheName())
+    model(batch(rank)).backward()
+    assert_same_gradients(expected, full_grads(model), none_is_zero=True)
+    state = model.state_dict()
+    assert set(state) == {"flat_param", "scale"}
+    assert torch.equal(state["flat_param"], torch.arange(5.0))
+    assert {id(p) for p in model.parameters()} == {id(p) for p in model.params}
+    copy.deepcopy(model)(batch(rank)).backward()
+
+    plain = build(
+        Tied
+    )  # made by hand, wrappers give the tied parameter up: one of them a whole handle
+    expected = dense_grads(plain, lambda net, who: net(batch(who)).backward(), world_size)
+    plain.a, plain.b = FSDP(plain.a), FSDP(plain.b)
+    model = FSDP(plain)
+    assert same_parameters(model)
+    assert "flat_param" not in model.module.a.module._parameters
+    model(batch(rank)).backward()
+    got = full_grads(model)
+    assert_same_gradients(expected, {name: got[name] for name in expected}, none_is_zero=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_name_that_is_taken_and_handles_that_are_given_up(world_size):
+    run_ranks(shown_elsewhere, world_size)
