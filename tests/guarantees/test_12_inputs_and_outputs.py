@@ -135,12 +135,12 @@ def forms(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_right_for_any_form_of_inputs_and_outputs(world_size, form):
     run_ranks(forms, world_size, form)
 
 
-def cast_forms():
+def cast_forms(use_orig_params):
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     for form in (
         "dict",
@@ -159,15 +159,17 @@ def cast_forms():
                 seen.append((unpack(x).dtype, count.dtype))
                 return super().forward(unpack(x))
 
-        model = wrap(Look(5, 3), mixed_precision=policy)
+        model = wrap(Look(5, 3), mixed_precision=policy, use_orig_params=use_orig_params)
         given = pack(batch(0))
         assert model(given, count=torch.arange(3)).dtype is torch.bfloat16
         assert seen == [(torch.bfloat16, torch.int64)]
         assert unpack(given).dtype is torch.float32  # the caller's own object is not written to
 
 
-def test_inputs_of_any_form_are_cast_and_integers_never():
-    run_ranks(cast_forms, 1)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inputs_of_any_form_are_cast_and_integers_never(world_size, use_orig_params):
+    run_ranks(cast_forms, world_size, use_orig_params)
 
 
 def inside(net):
@@ -213,8 +215,9 @@ def hooked_on_one_rank():
     check_script(script)
 
 
-def test_a_hook_on_one_rank_alone_does_not_make_ranks_differ():
-    run_ranks(hooked_on_one_rank, 2)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_hook_on_one_rank_alone_does_not_make_ranks_differ(world_size):
+    run_ranks(hooked_on_one_rank, world_size)
 
 
 class CachingBlock(Block):
@@ -262,7 +265,7 @@ def cached(kind):
 
 
 @pytest.mark.parametrize("kind", ["list", "dict", "attribute"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_loss_of_what_a_forward_put_into_a_container(world_size, kind):
     run_ranks(cached, world_size, kind)
 

@@ -135,7 +135,7 @@ def play(name, script, strategy, orig):
             assert handle.aliased or not handle.unsharded.flat.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     name=st.sampled_from(["mlp", "gpt_tied", "lora", "odd", "shared", "outputs"]),

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardedEMA, ShardingStrategy
 from fsdp.errors import CheckpointError, ConfigError
+from tests.dist.test_engine_features import record
 from tests.dist.test_guarantees import Tied
 from tests.support.compare import assert_bitwise
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -83,25 +84,27 @@ def test_a_pickled_model_is_the_same_model_in_the_same_world(world_size, strateg
     run_ranks(pickles, world_size, strategy)
 
 
-def big_pickle():
+def big_pickle(use_orig_params):
     net = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False))
-    model = FSDP(net, use_orig_params=True)
+    model = FSDP(net, use_orig_params=use_orig_params)
     return through_torch_save(model)[0]
 
 
-def test_a_pickle_holds_this_ranks_shard_once_and_no_more():
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_pickle_holds_this_ranks_shard_once_and_no_more(world_size, use_orig_params):
     whole = 2 * 200 * 200 * 4
-    for size in run_ranks(big_pickle, 2):
-        assert whole / 2 < size < whole / 2 + 40_000
+    for size in run_ranks(big_pickle, world_size, use_orig_params):
+        assert 0.99 * whole / world_size < size < whole / world_size + 40_000
 
 
-def rules_and_buffers():
+def rules_and_buffers(use_orig_params):
     policy = MixedPrecision(
         param_dtype=torch.bfloat16,
         buffer_dtype=torch.bfloat16,
         rules={nn.LayerNorm: torch.float32},
     )
-    model = wrap(build(Tied), mixed_precision=policy)
+    model = wrap(build(Tied), mixed_precision=policy, use_orig_params=use_orig_params)
     model.module.scale.mul_(1.0 / 3)
     before = model.module.scale.clone()
     model(batch(0))
@@ -110,8 +113,10 @@ def rules_and_buffers():
     torch.testing.assert_close(twin(batch(0)), model(batch(0)), rtol=0, atol=0)
 
 
-def test_dtype_rules_and_cast_buffers_survive():
-    run_ranks(rules_and_buffers, 2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_dtype_rules_and_cast_buffers_survive(world_size, use_orig_params):
+    run_ranks(rules_and_buffers, world_size, use_orig_params)
 
 
 def another_world(data=None):
@@ -135,6 +140,7 @@ def averages():
     rank = dist.get_rank()
     for orig in (False, True):
         dense, model = build(), wrap(build(), use_orig_params=orig)
+        events = record(model)
         pairs = [
             (m, torch.optim.SGD(m.parameters(), lr=0.1), ShardedEMA(m, 0.9)) for m in (dense, model)
         ]
@@ -144,7 +150,9 @@ def averages():
                 optimizer.zero_grad()
                 m(batch(0, step)).square().mean().backward()  # the same data on every rank
                 optimizer.step()
+                communicated = len(events)
                 ema.update()
+                assert len(events) == communicated
             # Gradients are the same up to the order of sums over ranks, so the model's own values are averaged.
             for name, value in model.state_dict().items():
                 expected[name].lerp_(value, 1.0 - 0.9)
@@ -169,10 +177,15 @@ def test_a_sharded_average_equals_the_average_of_the_whole_bit_by_bit(world_size
     run_ranks(averages, world_size)
 
 
-def forgotten():
-    model = wrap(build(), mixed_precision=MixedPrecision(rules={Block: torch.float64}))
+def forgotten(use_orig_params):
+    model = wrap(
+        build(),
+        mixed_precision=MixedPrecision(rules={Block: torch.float64}),
+        use_orig_params=use_orig_params,
+    )
     weight = next(model.parameters())
-    weight.register_post_accumulate_grad_hook(lambda p: None)
+    if use_orig_params:
+        weight.register_post_accumulate_grad_hook(lambda p: None)
     script(model, 0)
     twin = pickle.loads(pickle.dumps(model))
     watched = [weakref.ref(part) for m in (model, twin) for part in (m, m.module, m._unit)]
@@ -181,5 +194,8 @@ def forgotten():
     return [reference() is None for reference in watched]
 
 
-def test_deleting_a_model_and_its_copy_frees_both():
-    assert all(run_ranks(forgotten, 1)[0])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_deleting_a_model_and_its_copy_frees_both(world_size, use_orig_params):
+    for freed in run_ranks(forgotten, world_size, use_orig_params):
+        assert all(freed)

@@ -14,7 +14,7 @@ from fsdp import ShardingStrategy
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scripts import batch, build, wrap
 
-COUNTS = {1: [3], 2: [2, 5], 3: [3, 5, 0]}
+COUNTS = {1: [3], 2: [2, 5], 3: [3, 5, 0], 4: [3, 5, 7, 0]}
 LR = 0.05
 
 
@@ -91,48 +91,64 @@ def compare(expected, model):
         torch.testing.assert_close(state[name], value, rtol=3e-4, atol=3e-5, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("exposure", [False, True])
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+EXPOSURES = pytest.mark.parametrize("exposure", [False, True])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@EXPOSURES
 def test_training_divides_by_the_ranks_that_still_have_data(exposure, world_size):
     run_ranks(joined, world_size, COUNTS[world_size], exposure)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
-def test_under_every_strategy(strategy):
-    run_ranks(joined, 3, COUNTS[3], True, strategy)
+@EXPOSURES
+@WORLDS
+def test_under_every_strategy(world_size, exposure, strategy):
+    run_ranks(joined, world_size, COUNTS[world_size], exposure, strategy)
 
 
-@pytest.mark.parametrize("exposure", [False, True])
-def test_as_an_option_it_divides_by_all_ranks(exposure):
-    run_ranks(joined, 3, COUNTS[3], exposure, divide_by_initial_world_size=True)
+@EXPOSURES
+@WORLDS
+def test_as_an_option_it_divides_by_all_ranks(world_size, exposure):
+    counts = COUNTS[world_size]
+    run_ranks(joined, world_size, counts, exposure, divide_by_initial_world_size=True)
 
 
-@pytest.mark.parametrize("exposure", [False, True])
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(exposure):
-    run_ranks(joined, 3, COUNTS[3], exposure, clip=0.5)
+@EXPOSURES
+@WORLDS
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(world_size, exposure):
+    run_ranks(joined, world_size, COUNTS[world_size], exposure, clip=0.5)
 
 
-def test_evaluation_and_zeroed_gradients_in_between():
-    run_ranks(joined, 3, COUNTS[3], True, evaluate=True, set_to_none=False)
+@EXPOSURES
+@WORLDS
+def test_evaluation_and_zeroed_gradients_in_between(world_size, exposure):
+    counts = COUNTS[world_size]
+    run_ranks(joined, world_size, counts, exposure, evaluate=True, set_to_none=False)
 
 
-@pytest.mark.parametrize("exposure", [False, True])
-def test_micro_batches_accumulate(exposure):
-    run_ranks(joined, 3, [2, 6, 0], exposure, accumulate=2, clip=1.0)
+@EXPOSURES
+@WORLDS
+def test_micro_batches_accumulate(world_size, exposure):
+    counts = [2, 6, 0][:world_size]
+    run_ranks(joined, world_size, counts, exposure, accumulate=2, clip=1.0)
 
 
-def evaluates(counts):
+def evaluates(counts, exposure):
     """Only forwards without gradients; every rank sees the values of the whole model."""
     rank = dist.get_rank()
-    model = wrap(build())
+    model = wrap(build(), use_orig_params=exposure)
     with Join([model]), torch.no_grad():
         for step in range(counts[rank]):
             out = model(batch(rank, step))
             torch.testing.assert_close(out, build()(batch(rank, step)))
 
 
-def test_evaluation_of_uneven_sets():
-    run_ranks(evaluates, 3, [0, 4, 1])
+@EXPOSURES
+@WORLDS
+def test_evaluation_of_uneven_sets(world_size, exposure):
+    run_ranks(evaluates, world_size, [0, 4, 1][:world_size], exposure)
 
 
 def named_optimizers():
@@ -146,30 +162,32 @@ def named_optimizers():
         others = [param for name, param in net.named_parameters() if "blocks" not in name]
         return torch.optim.SGD(blocks, lr=0.1), torch.optim.Adam(others, lr=0.01)
 
+    last = dist.get_world_size() - 1  # the one with data
     reference = split(dense)
     for step in range(3):
-        loss_of(dense, 1, step).backward()
+        loss_of(dense, last, step).backward()
         for optimizer in reference[: 1 + step % 2]:
             optimizer.step()
         dense.zero_grad()
     optimizers = split(model)
     with Join([model], optimizers=optimizers):
-        for step in range(3 if rank == 1 else 0):
-            loss_of(model, 1, step).backward()
+        for step in range(3 if rank == last else 0):
+            loss_of(model, last, step).backward()
             for optimizer in optimizers[: 1 + step % 2]:
                 optimizer.step()
             model.zero_grad()
     compare({name: param.detach() for name, param in dense.named_parameters()}, model)
 
 
-def test_several_optimizers_are_stepped_where_the_others_step_them():
-    run_ranks(named_optimizers, 2)
+@WORLDS
+def test_several_optimizers_are_stepped_where_the_others_step_them(world_size):
+    run_ranks(named_optimizers, world_size)
 
 
-def resumes_unevenly():
+def resumes_unevenly(exposure):
     """Optimizer state saved after an uneven run equals the dense optimizer's."""
     rank = dist.get_rank()
-    model = wrap(build(), use_orig_params=True)
+    model = wrap(build(), use_orig_params=exposure)
     optimizer = make_optimizer(model.parameters())
     with Join([model]):
         for step in range(rank + 1):
@@ -177,15 +195,18 @@ def resumes_unevenly():
             optimizer.step()
             optimizer.zero_grad()
     state = FSDP.optim_state_dict(model, optimizer)
-    assert {float(entry["step"]) for entry in state["state"].values()} == {3.0}
+    steps = {float(entry["step"]) for entry in state["state"].values()}
+    assert steps == {float(dist.get_world_size())}
 
 
-def test_optimizer_state_advances_on_ranks_without_data():
-    run_ranks(resumes_unevenly, 3)
+@EXPOSURES
+@WORLDS
+def test_optimizer_state_advances_on_ranks_without_data(world_size, exposure):
+    run_ranks(resumes_unevenly, world_size, exposure)
 
 
-def early_termination():
-    model = wrap(build())
+def early_termination(exposure):
+    model = wrap(build(), use_orig_params=exposure)
 
     def train():
         with Join([model], throw_on_early_termination=True):
@@ -196,34 +217,39 @@ def early_termination():
         train()
 
 
-def test_on_demand_the_first_rank_without_data_ends_all():
-    run_ranks(early_termination, 3)
+@EXPOSURES
+@pytest.mark.parametrize("world_size", [2, 3])  # alone there is nobody to be ended by
+def test_on_demand_the_first_rank_without_data_ends_all(world_size, exposure):
+    run_ranks(early_termination, world_size, exposure)
 
 
-def disabled():
+def disabled(exposure):
     rank = dist.get_rank()
-    model = wrap(build())
+    model = wrap(build(), use_orig_params=exposure)
     other = copy.deepcopy(model)
     with Join([model], enable=False):
         loss_of(model, rank, 0).backward()
     loss_of(other, rank, 0).backward()
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+        assert (ours.grad is None) is (theirs.grad is None) is (not ours.numel())
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
     assert not model._unit.root.lockstep.on
 
 
-def test_a_disabled_context_changes_nothing():
-    run_ranks(disabled, 2)
+@EXPOSURES
+@WORLDS
+def test_a_disabled_context_changes_nothing(world_size, exposure):
+    run_ranks(disabled, world_size, exposure)
 
 
-def hybrid():
+def hybrid(exposure):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     counts = [1, 3, 0, 2]
     rank = dist.get_rank()
     expected = dense_run(counts)
     model = wrap(
         build(),
-        use_orig_params=True,
+        use_orig_params=exposure,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_mesh=mesh,
     )
@@ -238,12 +264,13 @@ def hybrid():
     compare(expected, model)
 
 
-def test_hybrid_sharding():
-    run_ranks(hybrid, 4)
+@EXPOSURES
+def test_hybrid_sharding(exposure):
+    run_ranks(hybrid, 4, exposure)
 
 
-def two_graphs():
-    model = wrap(build())
+def two_graphs(exposure):
+    model = wrap(build(), use_orig_params=exposure)
     with Join([model]):
         first = loss_of(model, 0, 0)
         second = loss_of(model, 0, 1)
@@ -251,15 +278,18 @@ def two_graphs():
         first.backward()
 
 
-def inner():
-    with Join([wrap(build()).module.blocks[0]]):
+def inner(exposure):
+    with Join([wrap(build(), use_orig_params=exposure).module.blocks[0]]):
         pass
 
 
-def test_what_ranks_without_data_can_not_follow_is_refused():
-    for outcome in run_ranks_outcomes(two_graphs, 2):
+@EXPOSURES
+@WORLDS
+def test_what_ranks_without_data_can_not_follow_is_refused(world_size, exposure):
+    """By one rank alone too: what it runs must run with more."""
+    for outcome in run_ranks_outcomes(two_graphs, world_size, exposure):
         assert outcome.error_type == "UnsupportedError"
         assert "one backward" in outcome.message
-    for outcome in run_ranks_outcomes(inner, 1):
+    for outcome in run_ranks_outcomes(inner, world_size, exposure):
         assert outcome.error_type == "UsageError"
         assert "root" in outcome.message

@@ -6,6 +6,7 @@ Dropout under recomputation, in every nesting, is in ``tests/guarantees/test_05_
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -83,9 +84,31 @@ def two_models():
     return pair
 
 
-def test_two_models_built_one_after_the_other_differ():
-    for left, right in run_ranks(two_models, 2):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_models_built_one_after_the_other_differ(world_size):
+    for left, right in run_ranks(two_models, world_size):
         assert not torch.equal(left, right)
+
+
+def seeded_apart(use_orig_params):
+    """Every rank was seeded differently, with real parameters; the mesh has replicas."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(dist.get_rank())
+    model = FSDP(
+        Net(),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=use_orig_params,
+        sync_module_states=True,
+    )
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_replicas_are_identical_after_wrapping_however_ranks_were_seeded(use_orig_params):
+    first, *others = run_ranks(seeded_apart, 4, use_orig_params)
+    for other in others:
+        assert_bitwise(first, other)
 
 
 class Dropping(Block):
@@ -128,6 +151,8 @@ def dropout():
     return outputs[0]
 
 
-def test_dropout_follows_the_ranks_own_seed_and_replays_in_recomputation():
-    first, second = run_ranks(dropout, 2)
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_dropout_follows_the_ranks_own_seed_and_replays_in_recomputation(world_size):
+    outputs = run_ranks(dropout, world_size)
+    for one, other in itertools.combinations(outputs, 2):
+        assert not torch.equal(one, other)
