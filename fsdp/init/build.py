@@ -101,7 +101,7 @@ def build_units(
     seed = _shared_seed(members, overrides[root])
     built: dict[nn.Module, Unit] = {}
     for module in (*inner, root):
-        rules = DtypeRules.of(root, overrides[module].mixed_precision)
+        rules = DtypeRules.of(root, overrides[module].mixed_precision, module)
         built[module] = _build_unit(
             module, owners[module], members[module], overrides[module], rules, seed
         )

@@ -52,9 +52,13 @@ class DtypeRules:
         )
 
     @classmethod
-    def of(cls, root: nn.Module, policy: MixedPrecision) -> DtypeRules:
-        """The rules of ``policy`` for ``root``, whose names its patterns mean.  Collective: none."""
-        if not policy.rules:
+    def of(cls, root: nn.Module, policy: MixedPrecision, unit: nn.Module) -> DtypeRules:
+        """The rules of ``policy`` for ``root``, whose names its patterns mean.  Collective: none.
+
+        Batch norms follow the dtype of their statistics, with which torch can compute in no other; the module ``unit``
+        itself does not: that one was given ``policy`` for itself.
+        """
+        if not policy.rules and policy.param_dtype is None:
             return cls()
         dtypes: dict[nn.Module, torch.dtype] = {}
         boundaries: dict[nn.Module, torch.dtype] = {}
@@ -63,6 +67,8 @@ class DtypeRules:
             if module in dtypes:
                 return
             dtype = _matching_rule(policy, name, module) or around
+            if dtype is None and module is not unit:
+                dtype = _dtype_of_statistics(policy, module)
             if dtype is not None:
                 dtypes[module] = dtype
                 if dtype is not around:
@@ -84,6 +90,16 @@ def _matching_rule(policy: MixedPrecision, name: str, module: nn.Module) -> torc
         if matches:
             return dtype
     return None
+
+
+def _dtype_of_statistics(policy: MixedPrecision, module: nn.Module) -> torch.dtype | None:
+    classes = policy._module_classes_to_ignore  # noqa: SLF001 the reference's name
+    if policy.param_dtype is None or not isinstance(module, classes):
+        return None
+    statistics: torch.Tensor | None = getattr(module, "running_mean", None)
+    if statistics is None or statistics.dtype is policy.param_dtype:
+        return None
+    return statistics.dtype
 
 
 class RuleCasts:

@@ -5,6 +5,7 @@ Batch norms, integer buffers and dtypes in a step are proven in ``tests/dist/tes
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -129,29 +130,34 @@ def refused():
     FSDP(model, replicated_modules=[model.blocks])  # a container stands for what is in it
 
 
-def test_what_can_not_be_replicated_is_refused():
-    run_ranks(refused, 1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_can_not_be_replicated_is_refused(world_size):
+    run_ranks(refused, world_size)
 
 
-def warned(trainable):
+def warned(trainable, use_orig_params):
     plain = entry("mlp").build()
     plain.out.requires_grad_(trainable)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        FSDP(plain, ignored_modules=[plain.out])
+        FSDP(plain, ignored_modules=[plain.out], use_orig_params=use_orig_params)
     return [
         str(w.message) for w in caught if w.category is FsdpWarning and "ignored" in str(w.message)
     ]
 
 
-def test_trainable_ignored_parameters_are_named_once():
-    assert run_ranks(warned, 2, False) == [[], []]
-    assert run_ranks(warned, 1, True) == [[]]  # alone, there is nothing to average
-    first, second = run_ranks(warned, 2, True)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trainable_ignored_parameters_are_named_once(world_size, use_orig_params):
+    assert run_ranks(warned, world_size, False, use_orig_params) == [[]] * world_size
+    first, *others = run_ranks(warned, world_size, True, use_orig_params)
+    assert others == [[]] * (world_size - 1)
+    if world_size == 1:
+        assert first == []  # alone, there is nothing to average
+        return
     assert len(first) == 1
     assert "'out.weight', 'out.bias'" in first[0]
     assert "replicated_modules" in first[0]
-    assert second == []
 
 
 class Buffered(nn.Module):
@@ -199,7 +205,7 @@ def buffers():
         assert torch.equal(plain.angles, loaded["angles"].bfloat16())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_cast_buffer_is_saved_with_every_bit_it_had(world_size):
     run_ranks(buffers, world_size)
 
@@ -217,3 +223,60 @@ def meta_buffers():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_non_persistent_buffers_are_right_after_meta_init_on_every_rank(world_size):
     run_ranks(meta_buffers, world_size)
+
+
+def filled_by_rank_zero(shape, use_orig_params):
+    """Only rank 0 has the values; the others start from meta, and no module can make them."""
+    rank = dist.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    dense = Buffered()
+    if rank == 0:
+        plain = dense
+        dense = copy.deepcopy(plain)
+    else:
+        with torch.device("meta"):
+            plain = Buffered()
+    model = FSDP(
+        plain,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        sync_module_states=True,
+        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+    )
+    for name, value in dense.named_buffers():
+        assert torch.equal(dict(model.module.named_buffers())[name], value), name
+    assert_bitwise(dict(dense.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], ids=str)
+def test_buffers_that_only_rank_zero_has_reach_every_rank_of_every_mesh(shape, use_orig_params):
+    run_ranks(filled_by_rank_zero, shape[0] * shape[1], shape, use_orig_params)
+
+
+def statistics(use_orig_params):
+    """Batch norms under bfloat16: their statistics are those of a dense model in float32, and their counters int64."""
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    dense = copy.deepcopy(net)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(net, mixed_precision=policy, use_orig_params=use_orig_params)
+    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank)).bfloat16().float()
+    for _ in range(2):
+        model(rows).sum().backward()
+        dense(rows)
+    norm = model.module[0]
+    assert norm.running_var.dtype is norm.running_mean.dtype is torch.float32
+    assert torch.equal(norm.running_var, dense[0].running_var)
+    assert torch.equal(norm.running_mean, dense[0].running_mean)
+    assert norm.num_batches_tracked.dtype is torch.int64
+    assert norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batch_norms_keep_the_statistics_of_float32_under_bfloat16(world_size, use_orig_params):
+    run_ranks(statistics, world_size, use_orig_params)

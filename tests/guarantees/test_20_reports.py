@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp import FsdpWarning, MixedPrecision
@@ -35,25 +37,33 @@ def explained():
             block.numel == block.trainable == sum(p.numel() for p in dense.blocks[0].parameters())
         )
         assert block.parameters == len(list(dense.blocks[0].parameters()))
-        assert block.gathered_bytes >= 4 * block.numel
-        assert block.sharded_bytes * 2 == block.gathered_bytes
+        if dist.get_world_size() == 1:
+            assert block.gathered_bytes == 0  # the shard is the whole
+            assert block.sharded_bytes >= 4 * block.numel
+        else:
+            assert block.gathered_bytes >= 4 * block.numel
+            assert block.sharded_bytes * dist.get_world_size() == block.gathered_bytes
         assert not report.recorded
         for _ in range(2):
             model(batch(0)).sum().backward()
         report = model.explain()
         assert report.recorded
-        assert report.gathers == ("<root>", "blocks.0", "blocks.1", "blocks.2")
         text = str(report)
-        assert "gathers (as last run): <root> -> blocks.0 -> blocks.1 -> blocks.2" in text
-        assert "2 shards x 1 replicas" in text
+        if dist.get_world_size() > 1:
+            assert report.gathers == ("<root>", "blocks.0", "blocks.1", "blocks.2")
+            assert "gathers (as last run): <root> -> blocks.0 -> blocks.1 -> blocks.2" in text
+        else:
+            assert report.gathers == ()
+        assert f"{dist.get_world_size()} shards x 1 replicas" in text
         assert len(text.splitlines()) == 7
 
 
-def test_explain_lists_units_bytes_and_the_order_of_gathers():
-    run_ranks(explained, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_explain_lists_units_bytes_and_the_order_of_gathers(world_size):
+    run_ranks(explained, world_size)
 
 
-def precision():
+def precision(use_orig_params):
     net = build()
     net.blocks[0].bfloat16()
     net.blocks[1].requires_grad_(False)
@@ -61,7 +71,7 @@ def precision():
     policy = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, rules={nn.LayerNorm: torch.float32}
     )
-    model = wrap(net, use_orig_params=True, mixed_precision=policy)
+    model = wrap(net, use_orig_params=use_orig_params, mixed_precision=policy)
     report = model.precision_report()
     by_name = {fqn: line for line in report.lines for fqn in line.fqns}
     up = by_name["blocks.2.up.weight"]
@@ -80,8 +90,12 @@ def precision():
     assert "frozen" in str(report)
 
 
-def test_precision_report_says_in_which_dtype_each_parameter_is_stored_computed_and_reduced():
-    run_ranks(precision, 2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_precision_report_says_in_which_dtype_each_parameter_is_stored_computed_and_reduced(
+    world_size, use_orig_params
+):
+    run_ranks(precision, world_size, use_orig_params)
 
 
 class Lopsided(Net):
@@ -99,21 +113,35 @@ def warnings_of(cls, policy, **kwargs):
     return [str(w.message) for w in caught if w.category is FsdpWarning]
 
 
-def test_a_unit_with_most_of_the_model_is_warned_about_with_candidates():
-    first, second = run_ranks(warnings_of, 2, Lopsided, ModuleWrapPolicy({Block}))
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_unit_with_most_of_the_model_is_warned_about_with_candidates(
+    world_size, use_orig_params
+):
+    policy, kwargs = ModuleWrapPolicy({Block}), {"use_orig_params": use_orig_params}
+    first, *others = run_ranks(warnings_of, world_size, Lopsided, policy, **kwargs)
+    if world_size == 1:
+        assert first == []  # nothing is gathered, so no unit is too large
+        return
     assert len(first) == 1
     assert "unit '<root>'" in first[0]
     assert "Linear" in first[0]
-    assert second == []
+    assert others == [[]] * (world_size - 1)
 
 
-def test_a_policy_that_wraps_nothing_is_warned_about_with_candidates():
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_policy_that_wraps_nothing_is_warned_about_with_candidates(world_size, use_orig_params):
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10**9)
-    (first, _) = run_ranks(warnings_of, 2, Net, policy)
+    first = run_ranks(warnings_of, world_size, Net, policy, use_orig_params=use_orig_params)[0]
+    if world_size == 1:
+        assert first == []
+        return
     assert "wrapped nothing" in first[0]
     assert "Block (3 x 239 elements)" in first[0]
 
 
-def test_a_wrapping_that_divides_the_model_is_not_warned_about():
-    assert run_ranks(warnings_of, 2, Net, ModuleWrapPolicy({Block})) == [[], []]
-    assert run_ranks(warnings_of, 2, Net, None) == [[], []]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_wrapping_that_divides_the_model_is_not_warned_about(world_size):
+    for policy in (ModuleWrapPolicy({Block}), None):
+        assert run_ranks(warnings_of, world_size, Net, policy) == [[]] * world_size
