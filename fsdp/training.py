@@ -153,6 +153,23 @@ class TrainingInterface(WrapperProperties):
         for unit in units_in(self):
             unit.gradient_divisor = checked
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backwards gather this unit's own parameters; units inside it are not changed.
+
+        A unit whose backward reads no values of its parameters, an ``nn.Embedding`` first of all, needs none: without
+        them a step communicates and holds that much less.  The default, True, is right for every module.  With False
+        a backward that does read them fails with autograd's "modified by an inplace operation"; module code that runs
+        in the backward (hooks) finds them sharded.  Ranks that may use different units
+        (``allow_unused="any_rank"``, ``Join``) gather all the same.
+
+        Collective: none; every rank sets the same.
+
+        Example::
+
+            model.tokens.set_unshard_in_backward(False)
+        """
+        self._unit.unshard_in_backward(wanted=unshard_in_backward)
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backwards from now on average gradients over the replicas too, under hybrid sharding.
 

@@ -208,18 +208,26 @@ class UnshardedStorage:
         """Whether ``address`` is in the memory; never while there is none."""
         return 0 <= address - self.flat.data_ptr() < self._storage.nbytes()
 
-    def follow_leaves(self) -> None:
+    def follow_leaves(self, *, read_again: bool = True) -> None:
         """The leaves are those that stay: see which are trained.
 
         While sharded, have autograd refuse what it has saved of leaves that take no gradients.
         A gradient that arrives on a leaf tells that a backward has used freed memory; on these none ever does.  So
         their versions change while they are freed, as if they had been written to.
+
+        Args:
+            read_again: Whether backwards find the leaves filled; if not, what is saved of any leaf is refused.
         """
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         if not self._resident:
-            self._frozen = tuple(leaf for leaf in self.leaves if not leaf.requires_grad)
-            self._versions = _torch.versions(self._frozen)
-            _torch.set_versions(self._frozen, tuple([v + 1 for v in self._versions]))
+            is_freed = not self._storage.nbytes()
+            if is_freed:
+                _torch.set_versions(self._frozen, self._versions)
+            self._frozen = tuple(
+                leaf for leaf in self.leaves if not (leaf.requires_grad and read_again)
+            )
+            if is_freed:
+                self._refuse_saved()
 
     def allocate(self) -> None:
         """Give the storage its memory back; the values are undefined until it is filled."""
@@ -243,5 +251,8 @@ class UnshardedStorage:
         else:
             self._storage.resize_(0)
         if self._frozen:
-            self._versions = _torch.versions(self._frozen)
-            _torch.set_versions(self._frozen, tuple([v + 1 for v in self._versions]))
+            self._refuse_saved()
+
+    def _refuse_saved(self) -> None:
+        self._versions = _torch.versions(self._frozen)
+        _torch.set_versions(self._frozen, tuple([v + 1 for v in self._versions]))

@@ -53,7 +53,7 @@ class _Arena:
         known = self._by_layout.get(id(layout))
         if known is None:
             flat = torch.empty(0, dtype=self._dtype, device=self._storage.device)
-            buffer = GradBuffer(flat.set_(self._storage, 0, (layout.padded_numel,)), layout)
+            buffer = GradBuffer(flat.set_(self._storage, 0, (layout.padded_numel,), (1,)), layout)
             # The layout is kept beside the buffer, so that its id cannot be taken by another one.
             self._by_layout[id(layout)] = (layout, buffer)
         else:

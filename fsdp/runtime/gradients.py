@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Collected", "Gradients"]
 
+_WORTH_NO_COPY = 256 << 10  # elements whose copy takes longer than it takes to do without
+
 
 @dataclass(slots=True)
 class Collected:
@@ -112,10 +114,36 @@ class Gradients:
 
     def take(self, handle: FlatParamHandle) -> Collected:
         """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
-        collected = self._take_kept(handle) or self._start(handle, pooled=True)
+        kept = self._take_kept(handle)
+        if kept is None and (whole := self._take_whole(handle)) is not None:
+            return whole
+        collected = kept or self._start(handle, pooled=True)
         self._collect(handle, collected)
         collected.clear_unused()
         return collected
+
+    def _take_whole(self, handle: FlatParamHandle) -> Collected | None:
+        """The gradient of a large lone parameter (an embedding, say), where it can be sent from where it lies.
+
+        Not where the buffer is written to: two gradients of autograd's may share memory.
+        """
+        unit, layout = self._unit, handle.layout
+        if len(layout.slots) > 1 or layout.padded_numel < _WORTH_NO_COPY:
+            return None
+        leaf = handle.unsharded.leaves[0]
+        grad = leaf.grad
+        if grad is None or grad.layout is not torch.strided or handle.has_tensor_shards:
+            return None
+        if layout.padded_numel != grad.numel() or grad.stride() != layout.slots[0].stride:
+            return None
+        if grad.dtype is not unit.reduce_dtype(handle) or unit.root.differentiable:
+            return None
+        if unit.shard.size == 1 or unit.writes_to_whole:
+            return None
+        leaf.grad = None
+        unit.root.pool.free_large()  # those of the units before stand idle now
+        flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+        return Collected(GradBuffer(flat, layout), handle.all_used, pooled=False)
 
     def keep(self) -> None:
         """Keep what has arrived for a later backward that synchronises."""

@@ -114,6 +114,7 @@ class Unit:
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
         requires_all_reduce: Whether backwards sum gradients over the replicas, and not over the shard axis only.
+        unshards_in_backward: Whether backwards gather the parameters, or do without their values.
         buffer_masters: The buffers that were cast, as they were before; by module and name.
         dtype_rules: Which modules compute in another dtype than the rest (``MixedPrecision.rules``).
         rule_casts: The hooks around them.
@@ -135,6 +136,7 @@ class Unit:
     on_new_handles: Callable[[], None] | None = None
     tensor: Collectives = Loopback()
     requires_all_reduce = True
+    unshards_in_backward = True
 
     def __init__(
         self,
@@ -241,6 +243,7 @@ class Unit:
         if self.compression is not None:
             made.compress(*self.compression)
         made.gradient_divisor = self.gradient_divisor
+        made.unshard_in_backward(wanted=self.unshards_in_backward)
         return made
 
     def join_root(self, root: Root, index: int, name: str) -> None:
@@ -425,6 +428,7 @@ class Unit:
         self.in_full_precision = False
         for handle in self.handles:
             handle.use_full_precision(wanted=False)
+            handle.unsharded.follow_leaves(read_again=self.unshards_in_backward)
         self._param_hooks.watch(self.handles, reduced=self.world_size > 1)
         self.unguard()
         self._guards = tuple(write for handle in self.handles for write in handle.guards)
@@ -506,8 +510,8 @@ class Unit:
                 self.follow_user_changes()
             self.root.begin_unit(self)
             self.start_unshard()
-            self.wait_unshard()
             self.root.prefetch_forward(self)
+            self.wait_unshard()
         self._active += 1
         self._show_leaves()
 
@@ -561,7 +565,8 @@ class Unit:
         if recomputing:
             return True
         if hooked:
-            self.root.order.finish(self.index)
+            if self._gathers_in_backward:
+                self.root.order.finish(self.index)
             return not self.root.reshards_after_forward(self)
         return opaque and self.trains  # nothing will tell when whatever it holds is wanted
 
@@ -632,6 +637,16 @@ class Unit:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    def unshard_in_backward(self, *, wanted: bool) -> None:
+        """Set whether backwards gather the parameters.  Collective: none; every rank sets the same."""
+        self.unshards_in_backward = wanted
+        for handle in self.handles:
+            handle.unsharded.follow_leaves(read_again=wanted)
+
+    @property
+    def _gathers_in_backward(self) -> bool:
+        return self.unshards_in_backward or self.root.lockstep.on
+
     def _pre_backward(self, *_: Any, inside: bool = False) -> None:
         """A backward reaches an output of the unit, or something ``inside`` it.
 
@@ -645,12 +660,13 @@ class Unit:
         self._backward_task = task
         if not self.armed:
             self._arm()
-        if self.residency is not UNSHARDED:
+        if self._gathers_in_backward:
             self.start_unshard()
-            self.wait_unshard()
-        # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
-        self._show_leaves()
         root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
+        if self.residency is not SHARDED:
+            self.wait_unshard()
+            # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
+            self._show_leaves()
 
     def _arm(self) -> None:
         """Gradients are about to arrive, one on each leaf if all parameters were used."""
@@ -755,6 +771,11 @@ class Unit:
         asked = self.gradient_divisor or self.config.gradient_divisor
         divisor = asked or self.root.ranks_averaged or self.world_size
         return divisor / self.predivide
+
+    @property
+    def writes_to_whole(self) -> bool:
+        """Whether a reduction may write into the unsharded gradient."""
+        return self.comm_hook is not None or self._compressed is not None or self._may_overflow
 
     @property
     def world_size(self) -> int:

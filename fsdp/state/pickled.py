@@ -68,6 +68,7 @@ class SavedUnit:
         rules: Modules with a dtype of their own.
         comm_hook: The communication hook and its state.
         gradient_divisor: What gradients are divided by.
+        unshards_in_backward: Whether backwards gather its parameters.
     """
 
     module: nn.Module
@@ -82,6 +83,7 @@ class SavedUnit:
     rules: DtypeRules
     comm_hook: tuple[Any, Any]
     gradient_divisor: float | None
+    unshards_in_backward: bool = True
 
 
 def saved_unit(
@@ -126,6 +128,7 @@ def saved_unit(
         rules=unit.dtype_rules.copied(memo),
         comm_hook=(unit.comm_hook, unit.comm_hook_state),
         gradient_divisor=unit.gradient_divisor,
+        unshards_in_backward=unit.unshards_in_backward,
     )
 
 
@@ -191,6 +194,7 @@ def restore_unit(saved: SavedUnit) -> tuple[Unit, BuildArguments]:
         unit.rule_casts = RuleCasts(unit, saved.rules.boundaries)
     unit.comm_hook, unit.comm_hook_state = saved.comm_hook
     unit.gradient_divisor = saved.gradient_divisor
+    unit.unshard_in_backward(wanted=saved.unshards_in_backward)
     return unit, arguments
 
 
