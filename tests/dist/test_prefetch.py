@@ -105,6 +105,60 @@ def test_the_next_unit_is_gathered_while_the_current_one_computes(ahead):
     assert log.count("all_gather blocks.0") == 2
 
 
+class Logged:
+    """Collectives that log when a gather starts, and when it is waited for."""
+
+    def __init__(self, inner, name, log):
+        self._inner = inner
+        self._name = name
+        self._log = log
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def all_gather(self, gathers):
+        self._log.append(f"gather {self._name}")
+        work = self._inner.all_gather(gathers)
+        return LoggedWork(work, lambda: self._log.append(f"wait {self._name}"))
+
+
+class LoggedWork:
+    """Work that calls a function when it is waited for."""
+
+    def __init__(self, work, waited):
+        self._work = work
+        self._waited = waited
+
+    def wait(self):
+        self._waited()
+        self._work.wait()
+
+
+def launches_and_waits(exposure):
+    """Of the third step's forward, and of its backward."""
+    item = entry("mlp")
+    model = wrap_entry(item, item.build(), use_orig_params=exposure)
+    log: list[str] = []
+    for wrapper in FSDP.fsdp_modules(model):
+        unit = wrapper._unit
+        unit.shard = Logged(unit.shard, unit.name or "root", log)
+    for step in range(2):
+        item.loss(model, item.make_batch(dist.get_rank(), step)).backward()
+    log.clear()
+    loss = item.loss(model, item.make_batch(dist.get_rank(), 2))
+    forward = list(log)
+    log.clear()
+    loss.backward()
+    return forward, log
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_the_next_gather_starts_before_the_wait_for_the_units_own(orig):
+    forward, backward = run_ranks(launches_and_waits, 2, orig)[0]
+    assert position(forward, "gather blocks.0") < position(forward, "wait root"), forward
+    assert position(backward, "gather blocks.1") < position(backward, "wait blocks.2"), backward
+
+
 class Changing(nn.Module):
     """Runs its blocks in an order that changes from step to step, and leaves some out."""
 
