@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
@@ -18,6 +20,7 @@ from tests.support.oracles import full_grads, mean_grads, wrap_entry
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
+    Net,
     assert_same_gradients,
     batch,
     build,
@@ -132,9 +135,10 @@ def test_every_order_gives_the_gradients_of_the_plain_model(name, strategy):
     run_ranks(run_model, 2, name, strategy)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_order_at_other_world_sizes(world_size):
-    run_ranks(run_model, world_size, "gpt_tied", "FULL_SHARD")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "FULL_SHARD"), (3, "FULL_SHARD")])
+def test_every_order_at_other_world_sizes(name, world_size, strategy):
+    run_ranks(run_model, world_size, name, strategy)
 
 
 def noise(step, rank):
@@ -179,7 +183,7 @@ def adversaries(orig, strategy):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("orig", EXPOSURES, ids=["flat", "orig"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_wrapped_models_trained_in_turns(world_size, orig, strategy):
     run_ranks(adversaries, world_size, orig, strategy)
 
@@ -209,9 +213,74 @@ def one_loss_of_two_models():
         assert_close(expected, got, SUMS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_wrapped_models_in_one_loss(world_size):
     run_ranks(one_loss_of_two_models, world_size)
+
+
+def preference(policy, rank, step, frozen):
+    """Chosen and rejected rows through a policy and its frozen reference (DPO)."""
+    ratios = []
+    for part in (0, 1):
+        x = batch(rank, 2 * step + part)
+        with torch.no_grad():
+            target = frozen(x)
+        ratios.append((policy(x) - target).mean())
+    (-nn.functional.logsigmoid(ratios[0] - ratios[1])).backward()
+
+
+def two_views(policy, rank, step, frozen):
+    """Two resolutions of the same data in one loss, one side of each pair without gradient (SwAV)."""
+    large, small = policy(batch(rank, step, rows=6)), policy(batch(rank, step, rows=6)[:3])
+    (large[:3].softmax(-1).detach() * small.log_softmax(-1)).sum().neg().backward(retain_graph=True)
+    (small.softmax(-1).detach() * large[:3].log_softmax(-1)).sum().neg().backward()
+
+
+def distilled(policy, rank, step, frozen):
+    """A student learns from a teacher through a hidden layer of it, whose input has a gradient too."""
+    x = batch(rank, step).requires_grad_()
+    (policy(x) - frozen(x)).square().sum().backward()
+    assert x.grad is not None
+
+
+class Recomputing(Net):
+    """Recomputes its blocks in the backward."""
+
+    def features(self, x):
+        x = self.inp(x)
+        for part in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+def recipes(strategy):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for recipe in (preference, two_views, distilled):
+        for make in (Net, Recomputing):
+            dense, frozen = build(make), build(make, seed=1).requires_grad_(False)
+            reference = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+            for step in range(3):
+                script = functools.partial(recipe, step=step, frozen=frozen)
+                grads = dense_grads(dense, script, world_size)
+                for name, param in dense.named_parameters():
+                    param.grad = grads[name]
+                reference.step()
+            for orig in EXPOSURES:
+                settings = {"use_orig_params": orig, "sharding_strategy": strategy}
+                model = wrap(build(make), **settings)
+                teacher = wrap(build(make, seed=1).requires_grad_(False), **settings)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    recipe(model, rank, step, teacher)
+                    optimizer.step()
+                assert_close(dict(dense.state_dict()), dict(model.state_dict()), SUMS)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_preferences_two_views_and_distillation_train_as_in_one_process(world_size, strategy):
+    run_ranks(recipes, world_size, ShardingStrategy[strategy])
 
 
 def bypassed():
@@ -247,8 +316,9 @@ def bypassed():
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_gradients_asked_for_in_other_ways_are_never_local():
-    run_ranks(bypassed, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_asked_for_in_other_ways_are_never_local(world_size):
+    run_ranks(bypassed, world_size)
 
 
 class Inner(nn.Module):
@@ -296,7 +366,7 @@ def partial(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_that_no_rank_used_have_no_gradient(strategy, world_size):
     run_ranks(partial, world_size, strategy)
 
@@ -315,7 +385,7 @@ def undecayed():
             assert torch.equal(before[name], after[name]) == untouched, name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_optimizer_leaves_unused_parameters_alone(world_size):
     run_ranks(undecayed, world_size)
 
@@ -391,7 +461,7 @@ def test_lent_parameters_are_refused_and_leave_the_own_ones_alone(
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_functional_transforms_are_refused_and_leave_the_parameters_alone(
     world_size, use_orig_params
 ):

@@ -5,6 +5,7 @@ Identity, attributes and optimizers from before wrapping are proven in ``tests/d
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -141,8 +142,9 @@ def used_elsewhere():
     assert sorted(calls) == sorted(held)
 
 
-def test_it_runs_on_a_rank_that_did_not_use_the_parameter_but_holds_it():
-    run_ranks(used_elsewhere, 2)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_runs_on_a_rank_that_did_not_use_the_parameter_but_holds_it(world_size):
+    run_ranks(used_elsewhere, world_size)
 
 
 def refused_hooks():
@@ -158,8 +160,9 @@ def refused_hooks():
         model(batch(0))
 
 
-def test_a_hook_that_would_never_run_is_an_error_in_the_first_forward():
-    run_ranks(refused_hooks, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_hook_that_would_never_run_is_an_error_in_the_first_forward(world_size):
+    run_ranks(refused_hooks, world_size)
 
 
 def whole_shapes():
@@ -174,9 +177,59 @@ def whole_shapes():
             assert param.fsdp_numel == before[key].numel()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_piece_says_what_it_is_a_piece_of(world_size):
     run_ranks(whole_shapes, world_size)
+
+
+def built_late(when, use_orig_params):
+    """An optimizer that is built after a forward, while parameters are whole, or inside of summon_full_params."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dense = build()
+    model = wrap(build(), use_orig_params=use_orig_params)
+    if when == "after a forward":
+        model(batch(rank))
+    elif when == "between a forward and its backward":
+        loss = model(batch(rank)).square().sum()
+    context = contextlib.nullcontext()
+    if when == "inside summon_full_params":
+        context = FSDP.summon_full_params(model)
+    # There flat mode shows the module's own parameters, whose place flat ones have outside.
+    context_holds_others = when == "inside summon_full_params" and not use_orig_params
+    with context:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if when == "between a forward and its backward":
+        loss.backward()
+        model.zero_grad()
+    reference = torch.optim.AdamW(dense.parameters(), lr=0.05)
+    for step in range(3):
+
+        def script(net, rank_, step=step):
+            net(batch(rank_, step)).square().sum().backward()
+
+        for name, grad in dense_grads(dense, script, world_size).items():
+            dense.get_parameter(name).grad = grad
+        reference.step()
+        optimizer.zero_grad()
+        script(model, rank)
+        if context_holds_others:
+            with pytest.raises(UsageError, match="before wrapping"):
+                optimizer.step()
+            return
+        optimizer.step()
+    assert_close(dense.state_dict(), model.state_dict(), TRAINED)
+
+
+@pytest.mark.parametrize(
+    "when",
+    ["after a forward", "between a forward and its backward", "inside summon_full_params"],
+)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_that_is_built_at_any_moment_trains_or_is_refused(
+    world_size, use_orig_params, when
+):
+    run_ranks(built_late, world_size, when, use_orig_params)
 
 
 def decay():

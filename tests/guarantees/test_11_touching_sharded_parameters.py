@@ -174,8 +174,11 @@ def test_a_gradient_that_would_stay_on_one_rank_is_refused(world_size, use_orig_
     run_ranks(computed_with_pieces, world_size, use_orig_params, {})
 
 
-def test_a_gradient_past_the_reduction_is_refused_under_no_shard_too():
-    run_ranks(computed_with_pieces, 2, True, {"sharding_strategy": ShardingStrategy.NO_SHARD})
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_past_the_reduction_is_refused_under_no_shard_too(world_size, use_orig_params):
+    settings = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    run_ranks(computed_with_pieces, world_size, use_orig_params, settings)
 
 
 def half_zero(model):
@@ -294,7 +297,7 @@ def kept_leaves(use_orig_params):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_weight_that_a_hook_kept_is_no_number_once_freed_and_never_a_crash(
     world_size, use_orig_params
 ):
