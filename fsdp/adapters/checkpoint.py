@@ -28,10 +28,10 @@ def teach_checkpoint(module: ModuleType, wrapper: Any) -> None:
         """The names a parameter has in the unwrapped model: several for a flat parameter."""
         owner, _, leaf = name.rpartition(".")
         if leaf.startswith(FLAT_PARAM):
-            holder = model.get_submodule(owner)
-            if isinstance(holder, wrapper):
+            fqns = getattr(getattr(model.get_submodule(owner), leaf, None), "_fqns", None)
+            if fqns is not None:
                 prefix = f"{clean_tensor_name(owner)}." if clean_tensor_name(owner) else ""
-                return {prefix + fqn for fqn in getattr(holder, leaf)._fqns}  # noqa: SLF001 ours
+                return {prefix + fqn for fqn in fqns}
         return asked_names(model, name, *args, **kwargs)  # type: ignore[no-any-return]
 
     def state_of(candidate: nn.Module) -> Any:
