@@ -86,11 +86,12 @@ def gossip_hook(state: GossipState, grad: torch.Tensor) -> None:
     inside.all_reduce([grad]).wait()
     grad.div_(inside.size)
     peer = state.draw_peer()
-    if peer == across.rank:
-        return
-    theirs = torch.empty_like(grad)
     nothing = torch.empty(0, dtype=torch.uint8, device=grad.device)
     sends, receives = [nothing] * across.size, [nothing] * across.size
+    if peer == across.rank:  # an odd one out, but an exchange is one of all ranks
+        across.exchange(sends, receives).wait()
+        return
+    theirs = torch.empty_like(grad)
     sends[peer] = grad.view(-1).view(torch.uint8)
     receives[peer] = theirs.view(-1).view(torch.uint8)
     across.exchange(sends, receives).wait()
