@@ -152,13 +152,40 @@ class Gradients:
                 collected = self._take_kept(handle) or self._start(handle, pooled=False)
                 self._collect(handle, collected)
                 collected.clear_unused()
-                local = handle.split_shard(collected.buffer.slices[handle.rank])
-                marks = [
-                    _Mark.put_on(param, part)
-                    for param, part in zip(handle.exposed, local, strict=True)
-                ]
-                self._kept[handle] = collected, marks
+                self._put_aside(handle, collected)
         remember_accumulating(self._unit)
+
+    def check_not_frozen(self, handle: FlatParamHandle) -> None:
+        """Refuse to freeze parameters while ``no_sync`` gradients of theirs wait, which nothing would reduce any more.
+
+        Raises:
+            UsageError: If the user has, since the last forward; it names one of them.
+        """
+        collected = self._take_kept(handle)
+        if collected is None:
+            return
+        self._put_aside(handle, collected)
+        exposed = handle.exposed if handle.orig_mode else [handle.flat_param] * len(handle.params)
+        for fqn, leaf, param in zip(handle.fqns, handle.unsharded.leaves, exposed, strict=True):
+            if leaf.requires_grad and not param.requires_grad:
+                raise UsageError(
+                    describe(
+                        "a parameter was frozen while gradients of no_sync backwards are still unreduced",
+                        unit=self._unit.name,
+                        fqn=fqn,
+                        remedy="Run the last backward of the accumulation outside no_sync before freezing, or zero the "
+                        "gradients.",
+                    ),
+                    unit=self._unit.name,
+                    fqn=fqn,
+                )
+
+    def _put_aside(self, handle: FlatParamHandle, collected: Collected) -> None:
+        local = handle.split_shard(collected.buffer.slices[handle.rank])
+        marks = [
+            _Mark.put_on(param, part) for param, part in zip(handle.exposed, local, strict=True)
+        ]
+        self._kept[handle] = collected, marks
 
     def reset(self) -> None:
         """Drop what a failed backward has left; what ``no_sync`` kept stays."""

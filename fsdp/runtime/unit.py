@@ -181,6 +181,7 @@ class Unit:
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._param_hooks = ParamHooks(self)
+        self._exchange_tables()
         self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
         self._entrances.leave_out(self.handles)
         self._prepare()
@@ -202,6 +203,8 @@ class Unit:
         self.handles = tuple(handles)
         for handle in self.handles:
             handle.name_with(partial(join_names, self.name))
+            handle.guard_with(self.root.guard)
+        self._exchange_tables()
         self._entrances.leave_out(self.handles)
         self._prepare()
         if self.on_new_handles is not None:
@@ -258,6 +261,11 @@ class Unit:
         self.replicate.name_for_messages(name)
         for handle in self.handles:
             handle.name_with(partial(join_names, name))
+            handle.guard_with(root.guard)
+
+    def _exchange_tables(self) -> None:
+        for handle in self.handles:
+            handle.exchange_tables([module for module in self.modules if module is not self.module])
 
     def compress(self, compression: Compression, nodes: NodeGroups | None) -> None:
         """Compress what a step sends over the shard axis.  Collective: none; every rank calls it."""
@@ -342,7 +350,7 @@ class Unit:
         self._shows_leaves = False
         for handle in self.handles:
             handle.expose_sharded()
-        if self.root.guarding:
+        if self.root.guard.on:
             self.guard()
 
     def guard(self) -> None:
@@ -389,6 +397,7 @@ class Unit:
         with torch.inference_mode(mode=False), torch.no_grad():
             for handle in self.handles:
                 if handle.user_changed():
+                    self.gradients.check_not_frozen(handle)
                     handle.adopt_changes()
         self.root.streams.shards_written()
         self._prepare()

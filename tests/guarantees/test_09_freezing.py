@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp.errors import UsageError
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     assert_same_gradients,
@@ -104,3 +105,46 @@ def test_the_gradient_of_one_parameter_may_be_set_to_none(world_size):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_gradient_that_the_user_sets_to_none_is_gone(use_orig_params, world_size):
     run_ranks(dropped, world_size, use_orig_params)
+
+
+def frozen_too_early(use_orig_params):
+    """Gradients of ``no_sync`` belong to no rank yet: a block that is frozen then would lose them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = wrap(build(), use_orig_params=use_orig_params)
+
+    def script(net, rank_, step):
+        net(batch(rank_, step)).square().sum().backward()
+
+    with model.no_sync():
+        script(model, rank, 0)
+    model.module.blocks[1].requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="frozen while gradients of no_sync") as caught:
+            model(batch(rank, 1))
+        assert caught.value.fqn.startswith("blocks.1.")
+    model.module.blocks[1].requires_grad_(True)
+    script(model, rank, 1)
+
+    def both(net, rank_):
+        script(net, rank_, 0)
+        script(net, rank_, 1)
+
+    expected = dense_grads(build(), both, world_size)
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+    with model.no_sync():
+        script(model, rank, 0)
+    model.zero_grad()
+    model.module.blocks[1].requires_grad_(False)  # nothing is lost
+    script(model, rank, 1)
+    plain = build()
+    plain.blocks[1].requires_grad_(False)
+    expected = dense_grads(plain, lambda net, rank_: script(net, rank_, 1), world_size)
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_freezing_what_has_unreduced_gradients_is_refused_and_loses_nothing(
+    world_size, use_orig_params
+):
+    run_ranks(frozen_too_early, world_size, use_orig_params)
