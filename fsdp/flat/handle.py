@@ -24,7 +24,8 @@ from .parameter import (
     set_grad,
 )
 from .sharing import ManagedParam
-from .views import Exposure, ShardedStandIn, Writes, slot_view
+from .tables import ALWAYS, Guard, ShardedTable
+from .views import Exposure, Sharded, ShardedStandIn, Writes, slot_view
 
 __all__ = ["FlatParamHandle"]
 
@@ -91,10 +92,13 @@ class FlatParamHandle:
         self._leaf_versions = 0
         self.layout: FlatLayout
         self.unsharded: UnshardedStorage
+        self._param_of_site: list[int] = []
+        self._guard = Guard()
+        self._exchanged: frozenset[nn.Module] = frozenset()
+        self._exposure: Exposure
         self._leaf_writes: Writes
-        self._sharded_writes: Writes
+        self._sharded: Sharded
         self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
-        self._registered: Writes
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
             # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.
@@ -224,13 +228,28 @@ class FlatParamHandle:
         if self._registered_in is not None:
             before, former = self._registered_in
             before.pop(former, None)
-            self._leaf_writes = _without(self._leaf_writes, before, former)
-            self._sharded_writes = _without(self._sharded_writes, before, former)
         self._registered_in = (table, name)
         table[name] = self.flat_param
-        self._leaf_writes += ((table, name, None),)
-        self._sharded_writes += ((table, name, self.flat_param),)
-        self._registered += ((table, name, self.flat_param),)
+        self._leaf_writes = self._writes_of_leaves()
+        self._sharded = self._writes_while_sharded()
+
+    def exchange_tables(self, modules: Collection[nn.Module]) -> None:
+        """Exchange the whole parameter tables of ``modules`` if all they hold is managed here; only while sharded."""
+        self._exchanged = frozenset(modules)
+        self._prepare_exposure()
+        self._leaf_writes = self._writes_of_leaves()
+        self._sharded = self._writes_while_sharded()
+        self.expose_sharded()
+
+    def guard_with(self, guard: Guard) -> None:
+        """While ``guard`` is on, who looks a parameter up finds its stand-in (see Note [Exposure])."""
+        self._guard = guard
+        self._sharded = self._writes_while_sharded()
+        self.expose_sharded()
+
+    def follow_registrations(self) -> None:
+        """Users may have registered parameters beside those that are managed."""
+        self._exposure.follow()
 
     @property
     def stand_ins(self) -> list[ShardedStandIn]:
@@ -285,6 +304,7 @@ class FlatParamHandle:
         if self._registered_in is not None:
             table, name = self._registered_in
             del table[name]
+        self._exposure.dissolve()
         for managed, slot in zip(self.params, self.layout.slots, strict=True):
             managed.param.data = slot_view(whole, slot).clone()
             for site in managed.sites:
@@ -407,7 +427,7 @@ class FlatParamHandle:
 
     def expose_sharded(self) -> None:
         """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used."""
-        self._exposure.show(self._sharded_writes)
+        self._exposure.show(self._sharded.writes)
 
     @property
     def shows_full(self) -> bool:
@@ -416,14 +436,15 @@ class FlatParamHandle:
 
     @property
     def guards(self) -> Writes:
-        """Writes that put a stand-in before each user's parameter that is only a piece; none in flat mode."""
-        return self._guards
+        """Writes that put stand-ins before users' parameters that are only pieces, where no table has them."""
+        return self._sharded.guards
 
     def expose_full(self, full: torch.Tensor) -> None:
         """Register the original parameters, each over its slot of ``full`` ``[padded_numel]``."""
         if self._registered_in is not None:
             table, name = self._registered_in
             del table[name]
+        self._exposure.show_own()
         # Who holds the flat parameter sees it whole too, as in the reference.
         self._shard_aside = self.flat_param.data
         # In orig mode with its padding, which the reference counts among the elements there.
@@ -497,7 +518,7 @@ class FlatParamHandle:
 
     def user_changed(self) -> bool:
         """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
-        for table, name, expected in self._registered:
+        for table, name, expected in self._sharded.registered:
             if table.get(name, self) is not expected:
                 return True
         watched = self._watched
@@ -588,17 +609,7 @@ class FlatParamHandle:
             for managed, slot in zip(self.params, self.layout.slots, strict=True)
         ]
         self._version = None
-        stand_ins = self._exposure.as_attributes(self._stand_ins[i] for i in self._param_of_site)
-        users = [managed.param if self.orig_mode else None for managed in self.params]
-        self._registered = self._exposure.as_parameters(users[i] for i in self._param_of_site)
-        if self._registered_in is not None:
-            self._registered += ((*self._registered_in, self.flat_param),)
-        self._sharded_writes = self._registered
-        self._guards: Writes = ()
-        if not self.orig_mode:
-            self._sharded_writes += stand_ins
-        elif self.uses_sharded_strategy:
-            self._guards = stand_ins
+        self._sharded = self._writes_while_sharded()
 
     def _build_leaves(self, *, trained: bool) -> None:
         flat = (
@@ -618,19 +629,40 @@ class FlatParamHandle:
             leaf.requires_grad_(trained and source.requires_grad)
         self._leaf_versions = _torch.sum_of_versions(self.unsharded.leaves)
         self.unsharded.follow_leaves()
-        leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
-        self._leaf_writes = self._exposure.as_parameters(leaves)
-        if not self.orig_mode:
-            self._leaf_writes += self._exposure.without_attributes()
-        if self._registered_in is not None:
-            self._leaf_writes += ((*self._registered_in, None),)
+        self._leaf_writes = self._writes_of_leaves()
 
     def _prepare_exposure(self) -> None:
+        if self._param_of_site:
+            self._exposure.dissolve()
         sites = [site for managed in self.params for site in managed.sites]
-        self._exposure = Exposure((site.module, site.name) for site in sites)
-        self._exposure.watch_recurrent(site.module for site in sites)
         self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
         self._siblings = {site.module: site.siblings for site in sites}
+        self._exposure = Exposure(
+            [(site.module, site.name) for site in sites],
+            hides=not self.orig_mode,
+            exchanged=self._exchanged,
+        )
+
+    def _writes_of_leaves(self) -> Writes:
+        leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
+        writes = self._exposure.of_leaves(leaves)
+        return writes if self._registered_in is None else (*writes, (*self._registered_in, None))
+
+    def _writes_while_sharded(self) -> Sharded:
+        users = [managed.param if self.orig_mode else None for managed in self.params]
+        # A parameter that is whole may be computed with wherever it is looked up.
+        hidden = not self.orig_mode or self.uses_sharded_strategy
+        sharded = self._exposure.while_sharded(
+            [users[i] for i in self._param_of_site],
+            [self._stand_ins[i] for i in self._param_of_site] if hidden else None,
+            self._guard if self.orig_mode else ALWAYS,
+        )
+        if self._registered_in is None:
+            return sharded
+        flat = (*self._registered_in, self.flat_param)
+        return replace(
+            sharded, writes=(*sharded.writes, flat), registered=(*sharded.registered, flat)
+        )
 
     def _find_exposed(self) -> None:
         originals = [managed.param for managed in self.params]
@@ -697,7 +729,8 @@ class FlatParamHandle:
             table = _torch.parameter_table(site.module)
             current = table.get(site.name)
             if current is None and site.name in table and not self.orig_mode:
-                current = site.module.__dict__.get(site.name)
+                is_hiding = isinstance(table, ShardedTable)
+                current = table[site.name] if is_hiding else vars(site.module).get(site.name)
             if current is not managed.param and not isinstance(current, ShardedStandIn):
                 break
         return current
@@ -713,10 +746,6 @@ class FlatParamHandle:
                 ),
                 fqn=self.fqns[0],
             )
-
-
-def _without(writes: Writes, table: dict[str, Any], name: str) -> Writes:
-    return tuple(write for write in writes if write[0] is not table or write[1] != name)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

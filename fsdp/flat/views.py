@@ -2,17 +2,22 @@
 
 Note [Exposure]
     Module code finds a parameter by attribute lookup, which reads ``module.__dict__`` first and
-    ``module._parameters`` only if that fails.  Exposing a parameter is therefore a dictionary write or two a site:
+    ``module._parameters`` only if that fails.  Exposing a parameter is therefore a matter of dictionary writes:
 
-    ==============================  ====================  ======================
-    mode and moment                 ``module.__dict__``   ``module._parameters``
-    ==============================  ====================  ======================
-    flat, own forward runs          -                     the leaf
-    flat, else                      a stand-in            None (nothing)
-    orig, own forward runs          -                     the leaf
-    orig, another forward runs      a stand-in            the user's parameter
-    orig, no forward runs           -                     the user's parameter
-    ==============================  ====================  ======================
+    ==============================  ================  ======================
+    mode and moment                 lookup finds      ``parameters()`` yields
+    ==============================  ================  ======================
+    flat, own forward runs          the leaf          the leaf
+    flat, else                      a stand-in        nothing
+    orig, own forward runs          the leaf          the leaf
+    orig, another forward runs      a stand-in        the user's parameter
+    orig, no forward runs           the user's        the user's parameter
+                                    parameter
+    ==============================  ================  ======================
+
+    Usually one write a module, which exchanges its whole table (Note [Tables] in ``flat/tables.py``).  Where a module's
+    parameters belong to several handles, or not all to us, each has an entry in ``_parameters``, and the stand-ins are
+    in ``module.__dict__``.
 
     So ``self.parameters()`` inside a module's forward yields its whole parameters, as it does unwrapped, and the
     flat parameter is not registered meanwhile; ``torch.func.functional_call`` on a part of the module, which
@@ -20,14 +25,17 @@ Note [Exposure]
     over this rank's piece, is what attribute lookup finds between forwards, since it is what users freeze, hook and
     hand to optimizers; but code that runs inside a forward and reaches for a parameter of another unit means to
     compute with it, and is told that it is sharded.
-    Alternatives considered: ``setattr`` (2 us a parameter, and it insists on ``nn.Parameter``); properties on the
-    class (wrong for other instances of it); parametrizations (change the class and the state-dict keys).
+    Alternatives considered: ``setattr`` (2 us a parameter, and it insists on ``nn.Parameter``); a write or two a
+    parameter, and stand-ins in ``module.__dict__`` for all (19 us a unit of twelve parameters, where exchanged tables
+    cost 5); properties on the class (wrong for other instances of it); parametrizations (change the class and the
+    state-dict keys).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -36,13 +44,39 @@ from torch import nn
 from .. import _torch
 from ..errors import ShardedParameterError, describe
 from .layout import FlatLayout, Slot
+from .tables import Guard, ModuleTables
 
-__all__ = ["Exposure", "ShardedStandIn", "Writes", "fresh_leaves", "layout_views", "slot_view"]
+__all__ = [
+    "Exposure",
+    "Sharded",
+    "ShardedStandIn",
+    "Writes",
+    "fresh_leaves",
+    "layout_views",
+    "slot_view",
+]
 
-Writes = tuple[tuple[dict[str, Any], str, Any], ...]
-"""Dictionary writes: where, under which name, what; :data:`_ABSENT` takes the entry away."""
+Write = tuple[dict[str, Any], str, Any]
+"""Where, under which name, what; :data:`_ABSENT` takes the entry away."""
+
+Writes = tuple[Write, ...]
 
 _ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """How parameters are exposed while they are sharded.
+
+    Attributes:
+        writes: Expose them so.
+        guards: Where stand-ins go while another unit's forward runs, if not in the table.
+        registered: What is then to be found in the tables, unless users change it.
+    """
+
+    writes: Writes
+    guards: Writes
+    registered: Writes
 
 
 class ShardedStandIn(torch.Tensor):
@@ -184,32 +218,98 @@ def fresh_leaves(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 
 
 class Exposure:
-    """Prepared dictionary writes that show one tensor at each site (see Note [Exposure])."""
+    """Prepared dictionary writes that show one tensor at each site (see Note [Exposure]).
 
-    def __init__(self, sites: Iterable[tuple[nn.Module, str]]) -> None:
-        self._sites = [
-            (vars(module), _torch.parameter_table(module), name) for module, name in sites
+    Args:
+        sites: Modules and the names there.
+        hides: Whether lookup always finds the stand-ins while sharded (flat mode).
+        exchanged: Modules whose tables may be exchanged.
+    """
+
+    def __init__(
+        self,
+        sites: Iterable[tuple[nn.Module, str]],
+        *,
+        hides: bool,
+        exchanged: Collection[nn.Module],
+    ) -> None:
+        self._hides = hides
+        self._names: dict[nn.Module, dict[str, int]] = {}
+        for index, (module, name) in enumerate(sites):
+            self._names.setdefault(module, {})[name] = index
+        self._tables = {
+            module: ModuleTables(module, names)
+            for module, names in self._names.items()
+            if module in exchanged and ModuleTables.fit(module, names)
+        }
+        self._entries = [
+            (vars(module), _torch.parameter_table(module), name, index)
+            for module, names in self._names.items()
+            if module not in self._tables
+            for name, index in names.items()
         ]
-        self._recurrent: tuple[nn.Module, ...] = ()
+        # They keep a list of their weights that must follow each write.
+        self._recurrent = tuple(m for m in self._names if isinstance(m, nn.RNNBase))
 
-    def watch_recurrent(self, modules: Iterable[nn.Module]) -> None:
-        """Remember the ``nn.RNNBase`` modules: they keep a list of their weights that must follow each write."""
-        unique = dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase))
-        self._recurrent = tuple(unique)
+    def of_leaves(self, leaves: Sequence[Any]) -> Writes:
+        """Show ``leaves``, one a site."""
+        tables = [
+            (tables.place, tables.KEY, tables.of_leaves(self._at(module, leaves)))
+            for module, tables in self._tables.items()
+        ]
+        entries = [(table, name, leaves[index]) for _, table, name, index in self._entries]
+        if self._hides:
+            entries += [(attributes, name, _ABSENT) for attributes, _, name, _ in self._entries]
+        return (*tables, *entries)
 
-    def as_attributes(self, tensors: Iterable[Any]) -> Writes:
-        """Write each tensor where attribute lookup finds it first."""
-        pairs = zip(self._sites, tensors, strict=True)
-        return tuple((attributes, name, tensor) for (attributes, _, name), tensor in pairs)
+    def while_sharded(
+        self, registered: Sequence[Any], stand_ins: Sequence[Any] | None, guard: Guard
+    ) -> Sharded:
+        """Show ``registered``, one a site, behind ``stand_ins`` while ``guard`` is on."""
+        tables = [
+            (
+                tables.place,
+                tables.KEY,
+                tables.while_sharded(
+                    self._at(module, registered),
+                    None if stand_ins is None else self._at(module, stand_ins),
+                    guard,
+                ),
+            )
+            for module, tables in self._tables.items()
+        ]
+        entries = [(table, name, registered[index]) for _, table, name, index in self._entries]
+        hiding: list[Write] = []
+        if stand_ins is not None:
+            hiding = [(where, name, stand_ins[index]) for where, _, name, index in self._entries]
+        expected = [
+            (tables.sharded, name, registered[index])
+            for module, tables in self._tables.items()
+            for name, index in self._names[module].items()
+        ]
+        return Sharded(
+            writes=(*tables, *entries, *(hiding if self._hides else ())),
+            guards=() if self._hides else tuple(hiding),
+            registered=(*expected, *entries),
+        )
 
-    def without_attributes(self) -> Writes:
-        """Let attribute lookup find what is registered."""
-        return tuple((attributes, name, _ABSENT) for attributes, _, name in self._sites)
+    def show_own(self) -> None:
+        """Let modules have their own tables again, for whole parameters to be registered there."""
+        for tables in self._tables.values():
+            tables.place[tables.KEY] = tables.own
 
-    def as_parameters(self, tensors: Iterable[Any]) -> Writes:
-        """Write each tensor where ``parameters()`` finds it; None for nothing."""
-        pairs = zip(self._sites, tensors, strict=True)
-        return tuple((table, name, tensor) for (_, table, name), tensor in pairs)
+    def follow(self) -> None:
+        """Carry what users have registered beside the managed parameters to every table."""
+        for tables in self._tables.values():
+            tables.follow()
+
+    def dissolve(self) -> None:
+        """Leave the modules as they were, apart from what is registered."""
+        for tables in self._tables.values():
+            tables.dissolve()
+        for attributes, _, name, _ in self._entries:
+            if isinstance(attributes.get(name), ShardedStandIn):
+                del attributes[name]
 
     def show(self, writes: Writes) -> None:
         """Make the writes."""
@@ -227,3 +327,6 @@ class Exposure:
             module.__dict__["_flat_weight_refs"] = [
                 None if weight is None else weakref.ref(weight) for weight in weights
             ]
+
+    def _at(self, module: nn.Module, values: Sequence[Any]) -> dict[str, Any]:
+        return {name: values[index] for name, index in self._names[module].items()}

@@ -15,6 +15,7 @@ from torch import nn
 from .. import _torch
 from ..config import BackwardPrefetch, TrainingState
 from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
+from ..flat.tables import Guard
 from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
@@ -81,7 +82,7 @@ class Root:
         in_full_precision: Whether the running forward computes in the shards' own dtype.
         differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
             parameters again, so they stay until another backward or forward.
-        guarding: Whether a forward runs, so that units refuse to be reached into from outside theirs.
+        guard: On while a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str], top: nn.Module) -> None:
@@ -98,7 +99,7 @@ class Root:
         self.changed = True
         self.entered_with_grad = False
         self.in_full_precision = False
-        self.guarding = False
+        self.guard = Guard()
         self.differentiable = False
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
@@ -187,7 +188,7 @@ class Root:
             and not entry.module.training
         )
         self._reshard_all()
-        self.guarding = True
+        self.guard.on = True
         for unit in self.units:
             unit.guard()
         if entry.index == 0:
@@ -272,7 +273,7 @@ class Root:
         if not _torch.in_backward():
             self._entry_frame = None
             self.in_full_precision = False
-            self.guarding = False
+            self.guard.on = False
             for unit in self.units:
                 unit.unguard()
             if self.order_check.on and not self.lockstep.on:
@@ -486,7 +487,7 @@ class Root:
         self.stack.clear()
         self.differentiable = False
         self.order_check.forget()
-        self.guarding = False
+        self.guard.on = False
         self.usage.clear()
         self.in_full_precision = False
         self._backward_frame = None

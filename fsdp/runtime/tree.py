@@ -127,6 +127,9 @@ class Tree:
             return False
         if self._changed:
             self._let_wrappers_join(root, top)
+            for unit in root.units:
+                for handle in unit.handles:
+                    handle.follow_registrations()
             self._strangers = tuple(self._find_strangers(root, top))
         refused = [stranger for stranger in self._strangers if stranger.is_trained]
         self._changed = bool(refused)  # until it is taken out again, which nothing tells

@@ -1,0 +1,104 @@
+"""Parameter tables that are exchanged: what each shows, and that what users register reaches all of them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.flat.tables import ALWAYS, Guard, ModuleTables, ShardedTable
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_parameter("bias", None)
+
+
+def made(guard=ALWAYS):
+    """A module, its tables, a leaf and a stand-in; the parameter is registered while sharded unless ``guard`` is on."""
+    module = Scaled()
+    tables = ModuleTables(module, ["weight"])
+    leaf, stand_in = torch.zeros(3), torch.full((3,), 7.0)
+    leaves = tables.of_leaves({"weight": leaf})
+    registered = {"weight": None if guard is ALWAYS else module.weight}
+    sharded = tables.while_sharded(registered, {"weight": stand_in}, guard)
+    return module, tables, leaves, sharded
+
+
+def test_a_sharded_table_yields_what_is_registered_and_finds_the_stand_in_while_guarded():
+    guard = Guard()
+    module, tables, _, sharded = made(guard)
+    param = module.weight
+    tables.place[ModuleTables.KEY] = sharded
+    assert module.weight is param
+    guard.on = True
+    assert module.weight is not param
+    assert float(module.weight.detach().sum()) == 21
+    assert [p is param for p in module.parameters()] == [True]
+    assert module.bias is None
+
+
+def test_an_exchange_and_back_by_name_leaves_what_was_registered():
+    _, _, _, sharded = made()
+    found = sharded["weight"]
+    sharded["weight"] = torch.ones(1)
+    assert dict(sharded)["weight"] is not None
+    sharded["weight"] = found
+    assert dict(sharded)["weight"] is None
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+def test_a_copy_is_a_plain_table_without_stand_ins(how):
+    _, _, _, sharded = made()
+    copied = how(sharded)
+    assert type(copied) is dict
+    assert copied == {"weight": None, "bias": None}
+
+
+@pytest.mark.parametrize("found", ["sharded", "leaves", "own"])
+def test_what_is_registered_in_one_table_is_in_all_of_them_and_what_is_deleted_in_none(found):
+    module, tables, leaves, sharded = made()
+    all_tables = {"sharded": sharded, "leaves": leaves, "own": tables.own}
+    tables.place[ModuleTables.KEY] = all_tables[found]
+    module.register_parameter("extra", nn.Parameter(torch.ones(1), requires_grad=False))
+    tables.follow()
+    assert all("extra" in table for table in all_tables.values())
+    assert dict(sharded)["weight"] is None
+    tables.place[ModuleTables.KEY] = sharded
+    del module.extra
+    tables.follow()
+    assert not any("extra" in table for table in all_tables.values())
+
+
+def test_a_value_that_replaces_none_beside_the_managed_ones_is_followed():
+    module, tables, leaves, sharded = made()
+    tables.place[ModuleTables.KEY] = sharded
+    module.bias = nn.Parameter(torch.ones(3), requires_grad=False)
+    tables.follow()
+    assert leaves["bias"] is module.bias is tables.own["bias"]
+
+
+def test_dissolved_tables_leave_the_modules_own_dictionary_with_what_is_registered():
+    guard = Guard()
+    module, tables, leaves, sharded = made(guard)
+    own, param = tables.own, module.weight
+    tables.place[ModuleTables.KEY] = leaves
+    tables.place[ModuleTables.KEY] = sharded
+    del module.bias
+    tables.dissolve()
+    assert module._parameters is own
+    assert own == {"weight": param}
+
+
+def test_modules_with_parameters_of_others_or_hidden_ones_do_not_fit():
+    module = Scaled()
+    assert ModuleTables.fit(module, ["weight"])
+    assert not ModuleTables.fit(module, [])
+    vars(module)["bias"] = torch.ones(1)  # a stand-in of another handle's
+    assert not ModuleTables.fit(module, ["weight"])
+    module = Scaled()
+    vars(module)["_parameters"] = ShardedTable(module._parameters, {}, ALWAYS)
+    assert not ModuleTables.fit(module, ["weight"])
