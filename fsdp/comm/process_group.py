@@ -259,7 +259,6 @@ class PointToPointCollectives:
         """One send and one receive a peer."""
         receives[self.rank].copy_(sends[self.rank])
         tag = self._exchange_tag
-        self._ways.connect()
         works = [
             self._ways.receive(receives[peer], peer, tag)
             for peer in self._peers

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp.comm.collectives import Gather
 from fsdp.comm.process_group import PointToPointCollectives
 from fsdp.comm.shared_memory import LONGEST_MESSAGE
 from fsdp.comm.ways import Ways, interrupt
@@ -29,7 +30,7 @@ def sockets():
 
 
 def gained(alone):
-    """How many connections a training step makes, and after it a message that is too long for memory."""
+    """How many connections are made by a training step, a long all-reduce, and a gather too long for memory."""
     if dist.get_rank() in alone:
         os.environ["FSDP_SHARED_MEMORY"] = "0"
     counts = [sockets()]
@@ -39,9 +40,11 @@ def gained(alone):
     long = PointToPointCollectives(dist.group.WORLD)
     long.all_reduce([torch.ones(LONGEST_MESSAGE // 4 + 1)]).wait()
     counts.append(sockets())
-    size = dist.get_world_size()
-    sends = [torch.ones(5, dtype=torch.uint8)] * size
-    long.exchange(sends, [torch.empty(5, dtype=torch.uint8) for _ in range(size)]).wait()
+    whole = torch.zeros(dist.get_world_size() * (LONGEST_MESSAGE // 4 + 1))
+    slices = whole.chunk(dist.get_world_size())
+    slices[dist.get_rank()].fill_(1.0)
+    long.all_gather([Gather(whole, slices)]).wait()
+    assert whole.eq(1.0).all()
     counts.append(sockets())
     dist.barrier()
     return [after - before for before, after in itertools.pairwise(counts)]
