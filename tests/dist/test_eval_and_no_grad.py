@@ -65,7 +65,7 @@ def resharded():
                 assert_sharded(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_unit_is_sharded_after_evaluation_and_after_a_backward(world_size):
     run_ranks(resharded, world_size)
 
@@ -110,10 +110,11 @@ def teacher(strategy, mode):
     assert rank < world_size
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_teacher_updated_in_place_is_never_stale(strategy, mode):
-    run_ranks(teacher, 2, strategy, mode)
+def test_a_teacher_updated_in_place_is_never_stale(world_size, strategy, mode):
+    run_ranks(teacher, world_size, strategy, mode)
 
 
 def updated_between(strategy):
@@ -145,7 +146,7 @@ def updated_between(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_forward_without_backward_leaves_nothing_stale(strategy, world_size):
     run_ranks(updated_between, world_size, strategy)
 
@@ -173,9 +174,10 @@ def between(strategy):
         assert_close(expected, full_grads(model), GRADIENTS)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_between_forward_and_backward_changes_no_gradient(strategy):
-    run_ranks(between, 2, strategy)
+def test_evaluation_between_forward_and_backward_changes_no_gradient(world_size, strategy):
+    run_ranks(between, world_size, strategy)
 
 
 def modes():
@@ -196,8 +198,9 @@ def modes():
             assert torch.equal(dict(model.named_buffers())[name], buffer), name
 
 
-def test_modes_and_buffers_follow_the_plain_model():
-    run_ranks(modes, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_modes_and_buffers_follow_the_plain_model(world_size):
+    run_ranks(modes, world_size)
 
 
 def frozen_everywhere():
@@ -219,5 +222,6 @@ def frozen_everywhere():
             assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_frozen_model_passes_gradients_to_its_input():
-    run_ranks(frozen_everywhere, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_frozen_model_passes_gradients_to_its_input(world_size):
+    run_ranks(frozen_everywhere, world_size)

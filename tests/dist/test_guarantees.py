@@ -42,8 +42,9 @@ def left_behind():
     torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_from_before_wrapping_refuses_its_first_step_in_flat_mode():
-    run_ranks(left_behind, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_from_before_wrapping_refuses_its_first_step_in_flat_mode(world_size):
+    run_ranks(left_behind, world_size)
 
 
 def inference():
@@ -61,8 +62,9 @@ def inference():
     assert_same_gradients(expected, full_grads(model), none_is_zero=False)
 
 
-def test_inference_mode_leaves_nothing_behind():
-    run_ranks(inference, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inference_mode_leaves_nothing_behind(world_size):
+    run_ranks(inference, world_size)
 
 
 def two_models():
@@ -87,8 +89,9 @@ def two_models():
             assert_same_gradients(wanted, full_grads(pair[key]), none_is_zero=False)
 
 
-def test_two_wrapped_models_in_one_loss():
-    run_ranks(two_models, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_wrapped_models_in_one_loss(world_size):
+    run_ranks(two_models, world_size)
 
 
 def threaded():
@@ -101,8 +104,9 @@ def threaded():
     check_script(script)
 
 
-def test_a_backward_under_another_thread():
-    run_ranks(threaded, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_backward_under_another_thread(world_size):
+    run_ranks(threaded, world_size)
 
 
 def gan():
@@ -144,8 +148,9 @@ def gan():
         torch.testing.assert_close(got[name], want, rtol=2e-5, atol=1e-6)
 
 
-def test_a_generator_step_through_a_frozen_discriminator():
-    run_ranks(gan, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_generator_step_through_a_frozen_discriminator(world_size):
+    run_ranks(gan, world_size)
 
 
 class Spanning(Net):
@@ -244,7 +249,7 @@ def copies():
         averaged(batch(0))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_deepcopy_is_independent_and_trains(world_size):
     run_ranks(copies, world_size)
 
@@ -296,7 +301,7 @@ def reviewed():
         assert_same_gradients(expected, full_grads(model), none_is_zero=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_hostile_review_found_stays_fixed(world_size):
     run_ranks(reviewed, world_size)
 
@@ -325,6 +330,6 @@ def auxiliary():
     check_script(script, AuxNet, {AuxBlock})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_loss_kept_on_a_module_gathers_its_unit(world_size):
     run_ranks(auxiliary, world_size)

@@ -118,10 +118,11 @@ def dtypes(param, reduce, buffer, keep):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_inputs_reductions_buffers_and_gradients_have_their_dtypes(
-    param, reduce, buffer, keep
+    world_size, param, reduce, buffer, keep
 ):
-    run_ranks(dtypes, 2, param, reduce, buffer, keep)
+    run_ranks(dtypes, world_size, param, reduce, buffer, keep)
 
 
 def test_the_same_in_one_process():
@@ -172,8 +173,9 @@ def master_weights():
         assert torch.equal(weight, torch.full((1, 3), 1 - 64 * 2.0**-12)), weight
 
 
-def test_the_optimizer_works_on_full_precision():
-    run_ranks(master_weights, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_optimizer_works_on_full_precision(world_size):
+    run_ranks(master_weights, world_size)
 
 
 def upstream():
@@ -189,8 +191,9 @@ def upstream():
         assert leaf.grad.any()
 
 
-def test_gradients_reach_whatever_produced_the_input():
-    run_ranks(upstream, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_reach_whatever_produced_the_input(world_size):
+    run_ranks(upstream, world_size)
 
 
 def batch_norm():
@@ -210,8 +213,9 @@ def batch_norm():
     assert list(state) == list(item.build().state_dict())
 
 
-def test_batch_norm_is_kept_in_full_precision():
-    run_ranks(batch_norm, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batch_norm_is_kept_in_full_precision(world_size):
+    run_ranks(batch_norm, world_size)
 
 
 def nested():
@@ -232,8 +236,9 @@ def nested():
     no_cast(torch.randn(2, 5).bfloat16()).sum().backward()
 
 
-def test_casting_of_inputs_follows_its_two_switches():
-    run_ranks(nested, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_casting_of_inputs_follows_its_two_switches(world_size):
+    run_ranks(nested, world_size)
 
 
 def evaluation():
@@ -247,8 +252,9 @@ def evaluation():
     model(item.make_batch(0, 0)[0]).float().sum().backward()
 
 
-def test_evaluation_uses_the_same_dtypes():
-    run_ranks(evaluation, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_uses_the_same_dtypes(world_size):
+    run_ranks(evaluation, world_size)
 
 
 def test_arguments_are_checked_and_the_repr_is_short():

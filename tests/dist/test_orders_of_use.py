@@ -137,7 +137,7 @@ def reused_layer():
     check_script(two_losses_in_one_backward, Reused)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_layer_used_three_times_gets_the_sum_of_its_gradients(world_size):
     run_ranks(reused_layer, world_size)
 
@@ -151,10 +151,11 @@ def checkpointed(reentrant, span):
     )
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 2])
-def test_checkpointing_around_units_keeps_gradients(reentrant, span):
-    run_ranks(checkpointed, 2, reentrant, span)
+def test_checkpointing_around_units_keeps_gradients(world_size, reentrant, span):
+    run_ranks(checkpointed, world_size, reentrant, span)
 
 
 class SharedUnits(nn.Module):
@@ -231,6 +232,6 @@ def failing():
     check_script(fails_then_steps, Raises)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_step_after_an_exception_equals_a_fresh_one(world_size):
     run_ranks(failing, world_size)

@@ -67,10 +67,11 @@ def tied(policy, strategy):
         assert elements < sum(param.numel() for param in item.build().parameters()) + 64
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_tied_weights_stay_one_parameter_under_any_policy(policy, strategy):
-    run_ranks(tied, 2, policy, strategy)
+def test_tied_weights_stay_one_parameter_under_any_policy(world_size, policy, strategy):
+    run_ranks(tied, world_size, policy, strategy)
 
 
 def kept():
@@ -178,7 +179,7 @@ def thaw():
         assert_close(expected, full_grads(model), GRADIENTS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(world_size):
     run_ranks(thaw, world_size)
 
@@ -196,5 +197,6 @@ def stale_optimizer():
     assert "use_orig_params" in str(caught.value)
 
 
-def test_an_optimizer_built_before_wrapping_is_refused_in_flat_mode():
-    run_ranks(stale_optimizer, 2)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_built_before_wrapping_is_refused_in_flat_mode(world_size):
+    run_ranks(stale_optimizer, world_size)
