@@ -62,7 +62,7 @@ def fail_in(module, where):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])  # alone there are no others; see the next but two
+@pytest.mark.parametrize("world_size", [2, 3])  # alone there are no others
 def test_within_a_guard_an_exception_on_one_rank_reaches_the_others_in_time(
     world_size, use_orig_params, where
 ):
