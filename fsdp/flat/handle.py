@@ -67,6 +67,8 @@ class FlatParamHandle:
         device: Where the leaves are; the shard too, unless it is offloaded.
     """
 
+    _has_new_params = False
+
     def __init__(
         self,
         params: Sequence[ManagedParam],
@@ -480,6 +482,8 @@ class FlatParamHandle:
     def absorb_full(self, full: torch.Tensor) -> None:
         """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
 
+        A new ``nn.Parameter`` takes the old one's place.
+
         Raises:
             UsageError: If it is gone or has another shape.
         """
@@ -490,18 +494,27 @@ class FlatParamHandle:
                 current = managed.tensor_shard.local_of(current.detach())
             if not isinstance(current, torch.Tensor) or tuple(current.shape) != slot.shape:
                 raise self._refusal(managed, slot, current)
-            if isinstance(current, nn.Parameter):
+            if isinstance(current, nn.Parameter) and current is not managed.param:
                 managed.param = current
+                self._has_new_params = True
             if current.data_ptr() != view.data_ptr():
                 view.copy_(current.detach())
         self._find_exposed()
 
-    def hide_full(self) -> None:
-        """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called."""
+    def hide_full(self) -> bool:
+        """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called.
+
+        Returns:
+            Whether the leaves are new, because parameters are.
+        """
         assert self._shard_aside is not None
         self.flat_param.data, self._shard_aside = self._shard_aside, None
-        self._point_at_shard()
-        self.expose_sharded()
+        if not self._has_new_params:
+            self._point_at_shard()
+            self.expose_sharded()
+            return False
+        self._build_anew()
+        return True
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -555,6 +568,11 @@ class FlatParamHandle:
                 target = self.shard[piece.in_shard.start : piece.in_shard.stop]
                 if value.data_ptr() != target.data_ptr():
                     target.copy_(value)
+        self._build_anew()
+
+    def _build_anew(self) -> None:
+        """Follow parameters that are new, or not what they were."""
+        self._has_new_params = False
         self._prepare_exposure()
         self._build_unsharded()
         self._point_at_shard()

@@ -94,6 +94,7 @@ class _Summoned:
         self._unit.summoned = False
         if not self._show:
             return
+        has_new_leaves = False
         for handle, shown, stashed in zip(
             self._unit.handles, self._shown, self._stashed, strict=True
         ):
@@ -105,11 +106,13 @@ class _Summoned:
                 handle.keep_own_slice(shown)
             for managed in handle.params:
                 managed.param.grad = None
-            handle.hide_full()
+            has_new_leaves = handle.hide_full() or has_new_leaves
             for param, grad in zip(handle.exposed, stashed, strict=True):
                 param.grad = grad
             if (writeback or handle.layout.world_size == 1) and handle in self._grads:
                 self._write_grads_back(handle, self._grads[handle].whole)
+        if has_new_leaves:
+            self._unit.follow_new_leaves()
 
     def _gather_grads(self) -> dict[FlatParamHandle, _FullGrad]:
         """Whole gradients of the handles of which any parameter has one on any rank."""

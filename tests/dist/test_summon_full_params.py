@@ -10,6 +10,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.errors import FsdpError, ShardedParameterError
+from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import ENTRIES, entry
 from tests.support.oracles import mean_grads, wrap_entry
@@ -310,3 +311,41 @@ def mutated_in_forms():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_way_of_writing_is_kept(world_size):
     run_ranks(mutated_in_forms, world_size)
+
+
+def replaced_and_trained(use_orig_params, inner):
+    """A new ``nn.Parameter`` in a parameter's place, inside the context, is what is trained from then on."""
+
+    def stack():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 3)))
+
+    def replace_weight(linear):
+        linear.weight = nn.Parameter(torch.linspace(-1, 1, 15).reshape(5, 3))
+
+    def train(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = stack()
+    replace_weight(plain[0])
+    train(plain)
+    policy = ModuleWrapPolicy({nn.Linear}) if inner else None
+    model = FSDP(stack(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    model(torch.ones(2, 3)).sum().backward()  # leaves and their hooks are there already
+    model.zero_grad()
+    with FSDP.summon_full_params(model):
+        replace_weight(model.module[0].module if inner else model.module[0])
+    train(model)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("use_orig_params", EXPOSURES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_parameter_replaced_inside_the_context_is_trained(world_size, use_orig_params, inner):
+    run_ranks(replaced_and_trained, world_size, use_orig_params, inner)
