@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["CONTENDERS", "PLAIN", "Runner", "Setting", "build_all", "build_runner"]
+__all__ = ["CONTENDERS", "Builder", "PLAIN", "Runner", "Setting", "build_all", "build_runner"]
 
 CPU = torch.device("cpu")
 PLAIN = "plain"  # the unwrapped model: what the others cost comes on top of its time
