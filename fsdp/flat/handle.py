@@ -1,11 +1,11 @@
-"""The owner of one flat parameter: keeps the shard, fills and frees the unsharded storage, exposes what modules see.
+"""The owner of one flat parameter: keeps the shard, fills and frees the unsharded storage, follows users' changes.
 
 No collectives and no streams in here: ``runtime.unit`` decides when, and ``comm`` moves the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,18 +14,16 @@ from torch import nn
 
 from .. import _torch
 from ..errors import UsageError, describe
-from .layout import FlatLayout, Piece, Slot, build_layout
+from .exposed import ExposedParams
+from .layout import FlatLayout, Piece, build_layout
 from .lent import inside_functional_call
 from .parameter import (
-    FlatParameter,
     FlatParamShardMetadata,
     UnshardedStorage,
     make_flat_parameter,
-    set_grad,
 )
 from .sharing import ManagedParam
-from .tables import ALWAYS, Guard, ShardedTable
-from .views import Exposure, Sharded, ShardedStandIn, Writes, slot_view
+from .views import ShardedStandIn, Writes, slot_view
 
 __all__ = ["FlatParamHandle"]
 
@@ -48,26 +46,17 @@ class ShardSource(Protocol):
         """``[shard_numel]``."""
 
 
-class FlatParamHandle:
+class FlatParamHandle(ExposedParams):
     """Owner of one flat parameter: the original parameters of a unit that share dtype and ``requires_grad``.
 
-    Attributes:
-        params: The original parameters, in order.
-        layout: Where each lies in the flat parameter.
-        pieces: What of each this rank holds, one a parameter, empty pieces included.
+    Attributes (those of :class:`ExposedParams` beside):
         rank: This rank in the shard group.
-        flat_param: ``nn.Parameter`` ``[shard_numel]`` in the original dtype: this rank's shard.
-        exposed: The parameters that optimizers hold: the originals in orig mode, the flat one otherwise.
         all_used: True for each original parameter: what a backward that used them all has used.
-        unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
         holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
-        orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
         has_tensor_shards: Module code sees parameters as DTensors (see :mod:`fsdp.flat.tensor_parallel`).
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
         device: Where the leaves are; the shard too, unless it is offloaded.
     """
-
-    _has_new_params = False
 
     def __init__(
         self,
@@ -81,25 +70,13 @@ class FlatParamHandle:
         copied_from: ShardSource | None = None,
     ) -> None:
         first = params[0].param
-        self.params = tuple(params)
+        super().__init__(tuple(params), orig_mode=orig_mode)
         self.rank = rank
-        self.orig_mode = orig_mode
         self._low_precision = compute_dtype if first.dtype.is_floating_point else None
         self._in_full_precision = False
-        self._name_of: Callable[[str], str] = str
-        self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None
-        self._shard_aside: torch.Tensor | None = None
         self._version: int | None = None
         self.has_tensor_shards = any(managed.tensor_shard is not None for managed in params)
         self._leaf_versions = 0
-        self.layout: FlatLayout
-        self.unsharded: UnshardedStorage
-        self._param_of_site: list[int] = []
-        self._guard = Guard()
-        self._exchanged: frozenset[nn.Module] = frozenset()
-        self._exposure: Exposure
-        self._leaf_writes: Writes
-        self._sharded: Sharded
         self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
@@ -113,13 +90,13 @@ class FlatParamHandle:
                 world_size,
                 max(1, _ALIGNMENT_BYTES // itemsize),
             )
-            self.pieces: tuple[Piece, ...] = self.layout.pieces(rank)
+            self.pieces = self.layout.pieces(rank)
             shard = self._cut_shard(sources, first.dtype, device)
         else:
             self.layout, self.pieces = copied_from.layout, copied_from.pieces
             shard = copied_from.shard.clone()
         self.device = device
-        self.flat_param: FlatParameter = make_flat_parameter(
+        self.flat_param = make_flat_parameter(
             self._settled(shard),
             self.layout,
             self.params,
@@ -139,11 +116,6 @@ class FlatParamHandle:
         self.expose_sharded()
 
     # -- what it is ------------------------------------------------------------------------------------------------
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's shard ``[shard_numel]``, original dtype, detached."""
-        return self.flat_param.data if self._shard_aside is None else self._shard_aside
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,25 +147,10 @@ class FlatParamHandle:
         return self.unsharded.trained
 
     @property
-    def uses_sharded_strategy(self) -> bool:
-        """Whether more than one rank holds the flat parameter."""
-        return self.layout.world_size > 1
-
-    @property
-    def fqns(self) -> list[str]:
-        """Names of the original parameters in the unwrapped model."""
-        return [self._name_of(param.fqn) for param in self.params]
-
-    @property
     def is_cut_by_tensor(self) -> bool:
         """Whether tensor-parallel ranks hold other elements; the same for all parameters of a handle."""
         shard = self.params[0].tensor_shard
         return shard is not None and shard.is_cut
-
-    def whole_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of parameter ``index`` in the unwrapped model; over all ranks of a tensor-parallel mesh."""
-        shard = self.params[index].tensor_shard
-        return self.layout.slots[index].shape if shard is None else shard.shape
 
     def leaf_grads(self) -> list[torch.Tensor | None]:
         """What the leaves have of gradients, of this rank's part.
@@ -221,42 +178,6 @@ class FlatParamHandle:
             tuple(slot.span.numel for _, slot, _ in held),
             tuple((piece.in_slot.start, piece.in_slot.stop - 1) for _, _, piece in held),
         )
-
-    def register_flat_param(self, table: dict[str, nn.Parameter], name: str) -> None:
-        """Show the flat parameter under ``name`` in a module's parameter table, but not beside originals or leaves.
-
-        Instead of where it was shown before.
-        """
-        if self._registered_in is not None:
-            before, former = self._registered_in
-            before.pop(former, None)
-        self._registered_in = (table, name)
-        table[name] = self.flat_param
-        self._leaf_writes = self._writes_of_leaves()
-        self._sharded = self._writes_while_sharded()
-
-    def exchange_tables(self, modules: Collection[nn.Module]) -> None:
-        """Exchange the whole parameter tables of ``modules`` if all they hold is managed here; only while sharded."""
-        self._exchanged = frozenset(modules)
-        self._prepare_exposure()
-        self._leaf_writes = self._writes_of_leaves()
-        self._sharded = self._writes_while_sharded()
-        self.expose_sharded()
-
-    def guard_with(self, guard: Guard) -> None:
-        """While ``guard`` is on, who looks a parameter up finds its stand-in (see Note [Exposure])."""
-        self._guard = guard
-        self._sharded = self._writes_while_sharded()
-        self.expose_sharded()
-
-    def follow_registrations(self) -> None:
-        """Users may have registered parameters beside those that are managed."""
-        self._exposure.follow()
-
-    @property
-    def stand_ins(self) -> list[ShardedStandIn]:
-        """What flat mode shows of each parameter while sharded."""
-        return self._stand_ins
 
     @property
     def wanted_dtype(self) -> torch.dtype | None:
@@ -315,25 +236,6 @@ class FlatParamHandle:
         rest = [managed for managed in self.params if managed.param not in lost]
         same = self._same() | {"copied_from": None}
         return type(self)(rest, **same) if rest else None
-
-    def name_with(self, name_of: Callable[[str], str]) -> None:
-        """Set how a name in the unit becomes a name in the unwrapped model, for messages and stand-ins.
-
-        In orig mode the user's parameters then tell what they are whole: ``fsdp_fqn``, ``fsdp_shape``, ``fsdp_ndim``,
-        ``fsdp_numel``.
-        """
-        self._name_of = name_of
-        for managed, stand_in in zip(self.params, self._stand_ins, strict=True):
-            stand_in.fqn = name_of(managed.fqn)
-        if self.orig_mode:
-            for index, managed in enumerate(self.params):
-                shape = torch.Size(self.whole_shape(index))
-                vars(managed.param).update(
-                    fsdp_fqn=name_of(managed.fqn),
-                    fsdp_shape=shape,
-                    fsdp_ndim=len(shape),
-                    fsdp_numel=shape.numel(),
-                )
 
     # -- residency -------------------------------------------------------------------------------------------------
 
@@ -421,112 +323,6 @@ class FlatParamHandle:
             with torch.no_grad():
                 self.flat_param.data.copy_(self.unsharded.own)
 
-    # -- exposure --------------------------------------------------------------------------------------------------
-
-    def expose_leaves(self) -> None:
-        """Show module code the leaves."""
-        self._exposure.show(self._leaf_writes)
-
-    def expose_sharded(self) -> None:
-        """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used."""
-        self._exposure.show(self._sharded.writes)
-
-    @property
-    def shows_full(self) -> bool:
-        """Whether the whole parameters are registered."""
-        return self._shard_aside is not None
-
-    @property
-    def guards(self) -> Writes:
-        """Writes that put stand-ins before users' parameters that are only pieces, where no table has them."""
-        return self._sharded.guards
-
-    def expose_full(self, full: torch.Tensor) -> None:
-        """Register the original parameters, each over its slot of ``full`` ``[padded_numel]``."""
-        if self._registered_in is not None:
-            table, name = self._registered_in
-            del table[name]
-        self._exposure.show_own()
-        # Who holds the flat parameter sees it whole too, as in the reference.
-        self._shard_aside = self.flat_param.data
-        # In orig mode with its padding, which the reference counts among the elements there.
-        self.flat_param.data = full if self.orig_mode else full[: self.layout.numel]
-        for managed, slot in zip(self.params, self.layout.slots, strict=True):
-            managed.param.data = slot_view(full, slot)
-            shown = managed.param
-            if managed.tensor_shard is not None:
-                shown = nn.Parameter(
-                    managed.tensor_shard.view(managed.param.data),
-                    requires_grad=managed.param.requires_grad,
-                )
-            for site in managed.sites:
-                site.module.__dict__.pop(site.name, None)
-                _torch.parameter_table(site.module)[site.name] = shown
-        for module, siblings in self._siblings.items():
-            table = _torch.parameter_table(module)
-            for name in siblings:
-                if name in table:
-                    table[name] = table.pop(name)
-        self._exposure.show(())
-
-    def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
-        """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
-        managed = self.params[index]
-        shown = managed.param
-        if managed.tensor_shard is not None:
-            site = managed.sites[0]
-            shown = _torch.parameter_table(site.module)[site.name]
-            grad = None if grad is None else managed.tensor_shard.view(grad)
-        set_grad(shown, grad)
-
-    def absorb_full(self, full: torch.Tensor) -> None:
-        """Copy what the user put in a parameter's place, or behind it (``param.data = ...``), into ``full``.
-
-        A new ``nn.Parameter`` takes the old one's place.
-
-        Raises:
-            UsageError: If it is gone or has another shape.
-        """
-        for managed, slot in zip(self.params, self.layout.slots, strict=True):
-            view = slot_view(full, slot)
-            current = self._shown_at(managed)
-            if managed.tensor_shard is not None and isinstance(current, torch.Tensor):
-                current = managed.tensor_shard.local_of(current.detach())
-            if not isinstance(current, torch.Tensor) or tuple(current.shape) != slot.shape:
-                raise self._refusal(managed, slot, current)
-            if isinstance(current, nn.Parameter) and current is not managed.param:
-                managed.param = current
-                self._has_new_params = True
-            if current.data_ptr() != view.data_ptr():
-                view.copy_(current.detach())
-        self._find_exposed()
-
-    def hide_full(self) -> bool:
-        """Undo :meth:`expose_full`; values written since then are lost unless :meth:`keep_own_slice` was called.
-
-        Returns:
-            Whether the leaves are new, because parameters are.
-        """
-        assert self._shard_aside is not None
-        self.flat_param.data, self._shard_aside = self._shard_aside, None
-        if not self._has_new_params:
-            self._point_at_shard()
-            self.expose_sharded()
-            return False
-        self._build_anew()
-        return True
-
-    # -- gradients -------------------------------------------------------------------------------------------------
-
-    def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Views of ``shard`` ``[shard_numel]``, one for each exposed parameter and of its shape."""
-        if not self.orig_mode:
-            return [shard]
-        if self.layout.world_size == 1:
-            return [slot_view(shard, slot) for slot in self.layout.slots]
-        parts = shard.split_with_sizes(self._split_sizes)
-        return [parts[pick] for pick in self._split_picks]
-
     # -- changes behind the wrapper's back ---------------------------------------------------------------------------
 
     def user_changed(self) -> bool:
@@ -569,15 +365,6 @@ class FlatParamHandle:
                 if value.data_ptr() != target.data_ptr():
                     target.copy_(value)
         self._build_anew()
-
-    def _build_anew(self) -> None:
-        """Follow parameters that are new, or not what they were."""
-        self._has_new_params = False
-        self._prepare_exposure()
-        self._build_unsharded()
-        self._point_at_shard()
-        self.expose_sharded()
-        self.name_with(self._name_of)
 
     def move_shard(self, shard: torch.Tensor) -> None:
         """Let ``shard`` ``[shard_numel]``, of the same values, be the shard; parameters keep their identity.
@@ -649,57 +436,6 @@ class FlatParamHandle:
         self.unsharded.follow_leaves()
         self._leaf_writes = self._writes_of_leaves()
 
-    def _prepare_exposure(self) -> None:
-        if self._param_of_site:
-            self._exposure.dissolve()
-        sites = [site for managed in self.params for site in managed.sites]
-        self._param_of_site = [i for i, managed in enumerate(self.params) for _ in managed.sites]
-        self._siblings = {site.module: site.siblings for site in sites}
-        self._exposure = Exposure(
-            [(site.module, site.name) for site in sites],
-            hides=not self.orig_mode,
-            exchanged=self._exchanged,
-        )
-
-    def _writes_of_leaves(self) -> Writes:
-        leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
-        writes = self._exposure.of_leaves(leaves)
-        return writes if self._registered_in is None else (*writes, (*self._registered_in, None))
-
-    def _writes_while_sharded(self) -> Sharded:
-        users = [managed.param if self.orig_mode else None for managed in self.params]
-        # A parameter that is whole may be computed with wherever it is looked up.
-        hidden = not self.orig_mode or self.uses_sharded_strategy
-        sharded = self._exposure.while_sharded(
-            [users[i] for i in self._param_of_site],
-            [self._stand_ins[i] for i in self._param_of_site] if hidden else None,
-            self._guard if self.orig_mode else ALWAYS,
-        )
-        if self._registered_in is None:
-            return sharded
-        flat = (*self._registered_in, self.flat_param)
-        return replace(
-            sharded, writes=(*sharded.writes, flat), registered=(*sharded.registered, flat)
-        )
-
-    def _find_exposed(self) -> None:
-        originals = [managed.param for managed in self.params]
-        self.exposed: list[nn.Parameter] = originals if self.orig_mode else [self.flat_param]
-
-    def _point_at_shard(self) -> None:
-        """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""
-        shard = self.flat_param.data
-        self.flat_param._local_shard = shard  # noqa: SLF001 the reference's name
-        pieces = self.split_shard(shard) if self.orig_mode else [shard[:0]] * len(self.params)
-        for managed, piece in zip(self.params, pieces, strict=True):
-            managed.param.data = piece
-        # In orig mode the flat one too: accelerate gives it other data, of another dtype.
-        self._find_exposed()
-        self._watched = self.exposed if not self.orig_mode else [*self.exposed, self.flat_param]
-        self._pointers = [param.data_ptr() for param in self._watched]
-        self._holds_nothing = self.orig_mode and not any(self._pointers[:-1])
-        self._wanted_grads = [param.requires_grad for param in self._watched]
-
     def _current_value(self, index: int) -> torch.Tensor | None:
         """This rank's piece of what the user left at parameter ``index``; None where nothing was changed."""
         managed, slot, piece = self.params[index], self.layout.slots[index], self.pieces[index]
@@ -719,39 +455,6 @@ class FlatParamHandle:
         if value.numel() == piece.in_slot.numel:
             return _in_memory_order(_dense(value))
         raise self._refusal(managed, slot, current)
-
-    def _refusal(self, managed: ManagedParam, slot: Slot, current: object) -> UsageError:
-        """The error for what can not take a parameter's place."""
-        fqn = self._name_of(managed.fqn)
-        what = f"a {type(current).__name__}"
-        if isinstance(current, nn.Parameter):
-            what = f"a parameter of shape {tuple(current.shape)}"
-        elif isinstance(current, torch.Tensor):
-            what = f"a plain tensor of shape {tuple(current.shape)}"
-        if inside_functional_call():
-            what += " by functional_call, which knows nothing of shards"
-        return UsageError(
-            describe(
-                f"Cannot writeback: a parameter of shape {slot.shape} was replaced by {what}",
-                fqn=fqn,
-                remedy="Assign a parameter of the original shape, inside summon_full_params; call functional_call on "
-                "the unwrapped module.",
-            ),
-            fqn=fqn,
-        )
-
-    def _shown_at(self, managed: ManagedParam) -> object:
-        """What attribute lookup finds at the first site whose content is not the expected one."""
-        current: object = None
-        for site in managed.sites:
-            table = _torch.parameter_table(site.module)
-            current = table.get(site.name)
-            if current is None and site.name in table and not self.orig_mode:
-                is_hiding = isinstance(table, ShardedTable)
-                current = table[site.name] if is_hiding else vars(site.module).get(site.name)
-            if current is not managed.param and not isinstance(current, ShardedStandIn):
-                break
-        return current
 
     def _check_flat_shape(self) -> None:
         if self.flat_param.numel() != self.layout.shard_numel or self.flat_param.dim() != 1:
