@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import UsageError, describe
+from .residency import ResidentUnit
 from .unit import Unit
 
 __all__ = ["Lockstep"]
@@ -44,7 +45,7 @@ class Lockstep:
         self._to_reduce = 0
         self._arrived: set[Unit] = set()
 
-    def gather_before(self, unit: Unit) -> None:
+    def gather_before(self, unit: ResidentUnit) -> None:
         """Start every gather that precedes ``unit``'s.
 
         Collective: every rank of their shard groups.

@@ -23,6 +23,7 @@ from ..flat.offloaded import OffloadedHandle
 from .buffers import BufferPool
 
 if TYPE_CHECKING:
+    from .residency import ResidentUnit
     from .root import Root
     from .unit import Unit
 
@@ -39,7 +40,7 @@ class ReadAhead:
         launch: Copies its shards into the gathered memory and starts the gather.
     """
 
-    def __init__(self, unit: Unit, launch: Callable[[], Work]) -> None:
+    def __init__(self, unit: ResidentUnit, launch: Callable[[], Work]) -> None:
         self._unit = unit
         self._launch = launch
 
@@ -68,7 +69,7 @@ class ReadAhead:
         return work
 
 
-def _offloaded(unit: Unit) -> Iterator[OffloadedHandle]:
+def _offloaded(unit: ResidentUnit) -> Iterator[OffloadedHandle]:
     for handle in unit.handles:
         if isinstance(handle, OffloadedHandle):
             yield handle

@@ -25,9 +25,10 @@ from .lockstep import Lockstep
 from .offload import Away
 from .order_check import OrderCheck
 from .reduction import Reduction
+from .residency import GATHERING, SHARDED
 from .streams import Streams, streams_for
 from .tree import Tree
-from .unit import GATHERING, SHARDED, Unit
+from .unit import Unit
 from .usage import Usage, agree
 
 __all__ = ["Root"]

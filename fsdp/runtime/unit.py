@@ -1,101 +1,39 @@
-"""One unit: a wrapped module, the flat parameters it owns, and what its four hook points do."""
+"""One unit: a wrapped module and what its four hook points do with the flat parameters it owns."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch
 from .._pytree import iter_tensors
-from ..comm.collectives import Collectives, Gather, Work
-from ..comm.compression import Compression, compressed
-from ..comm.entry import EntryGate, raise_named
-from ..comm.loopback import Loopback
-from ..comm.topology import NodeGroups
-from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from ..comm.collectives import Collectives
+from ..comm.entry import EntryGate
+from ..config import BackwardPrefetch, ShardingStrategy
 from ..errors import (
     ShardedParameterError,
     TrainingStateError,
-    UnsupportedError,
-    UsageError,
     describe,
 )
 from ..flat.handle import FlatParamHandle
-from ..flat.offloaded import OffloadedHandle
 from ..flat.sharing import ManagedParam
-from ..flat.views import Writes
 from ..names import join_names
 from . import precision
 from .entrances import Entrances
 from .gradients import Gradients
 from .guard import remember_left_behind
-from .offload import ReadAhead
 from .param_hooks import ParamHooks
-from .reduction import OffloadedReduction, Reduction
+from .residency import SHARDED, UNSHARDED, Residency, ResidentUnit, UnitConfig
 
-if TYPE_CHECKING:
-    from .root import Root
-
-__all__ = ["GATHERING", "SHARDED", "UNSHARDED", "Residency", "Unit", "UnitConfig", "living_units"]
+__all__ = ["Residency", "Unit", "UnitConfig", "living_units"]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitConfig:
-    """What a unit was asked to be; one object for all units that share it.
-
-    Attributes:
-        strategy: Sharding strategy.
-        mixed_precision: Dtypes; all None where nothing is cast.
-        backward_prefetch: When the next gather of the backward starts; None for never.
-        forward_prefetch: Kept for its name; the next gather of the forward is always started early.
-        limit_all_gathers: Kept for its name; gathers are always bounded (see Note [Stream order]).
-        orig_mode: ``use_orig_params``.
-        any_rank: ``allow_unused="any_rank"``: ranks may use different parts of the unit, or none.
-        device: Where the unit computes.
-        gradient_divisor: What summed gradients are divided by; the number of ranks if None.
-    """
-
-    strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    orig_mode: bool
-    any_rank: bool
-    device: torch.device
-    gradient_divisor: float | None = None
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether parameters are freed between forward and backward."""
-        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
-
-class Residency(Enum):
-    """What a unit holds.
-
-    ::
-
-        SHARDED --start_unshard--> GATHERING --wait_unshard--> UNSHARDED --reshard--> SHARDED
-    """
-
-    SHARDED = auto()
-    GATHERING = auto()
-    UNSHARDED = auto()
-
-
-# Python 3.11 looks members up ten times more slowly than globals.
-SHARDED, GATHERING, UNSHARDED = Residency
-
-
-class Unit:
+class Unit(ResidentUnit):
     """A wrapped module and the handles of the parameters it owns; the hook points of one step.
 
     Attributes:
@@ -127,14 +65,9 @@ class Unit:
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
-    root: Root
     _inputs_want_grads = False
-    _awaits_inputs = False
-    _guarded = False
-    _guards: Writes = ()
     unclaimed: tuple[ManagedParam, ...] = ()
     on_new_handles: Callable[[], None] | None = None
-    tensor: Collectives = Loopback()
     requires_all_reduce = True
     unshards_in_backward = True
 
@@ -148,40 +81,23 @@ class Unit:
         modules: Sequence[nn.Module],
         gate: EntryGate,
     ) -> None:
-        self.module = module
-        self.modules = tuple(modules)
+        super().__init__(module, handles, config, shard, replicate, modules)
         self.gate = gate
         _living.add(self)
         self.buffer_masters: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.dtype_rules = precision.DtypeRules()
         self.rule_casts: precision.RuleCasts | None = None
-        self.in_full_precision = False
-        self.handles = tuple(handles)
-        self._choose_ways()
-        self.config = config
-        self.shard = shard
-        self.replicate = replicate
-        self.name = ""
-        self.index = 0
-        self.residency = Residency.SHARDED
-        self.summoned = False
         self.sync_gradients = True
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
-        self.compression: tuple[Compression, NodeGroups | None] | None = None
-        self._compressed: Collectives | None = None
         self.gradient_divisor: float | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
-        self._active = 0
-        self._shows_leaves = False
         self._backward_task: int | None = None
         self._open_uses = 0
-        self._work: Work | None = None
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._param_hooks = ParamHooks(self)
-        self._exchange_tables()
         self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
         self._entrances.leave_out(self.handles)
         self._prepare()
@@ -209,14 +125,6 @@ class Unit:
         self._prepare()
         if self.on_new_handles is not None:
             self.on_new_handles()
-
-    def _choose_ways(self) -> None:
-        """How parameters come from where they rest, and gradients go there."""
-        self.offloaded = any(isinstance(handle, OffloadedHandle) for handle in self.handles)
-        self.new_reduction = OffloadedReduction if self.offloaded else Reduction
-        self._launch: Callable[[], Work] = self._launch_gather
-        if ReadAhead.is_for(self.handles):
-            self._launch = ReadAhead(self, self._launch_gather)
 
     def remove_hooks(self) -> None:
         """Take the unit's hooks off its module, for a module that is wrapped anew."""
@@ -248,189 +156,6 @@ class Unit:
         made.gradient_divisor = self.gradient_divisor
         made.unshard_in_backward(wanted=self.unshards_in_backward)
         return made
-
-    def join_root(self, root: Root, index: int, name: str) -> None:
-        """Become unit number ``index`` of ``root``, called ``name`` in messages."""
-        self.root = root
-        self.index = index
-        self.name = name
-        said = name or "<root>"
-        self._gathering = f"gathering the parameters of unit {said!r}"
-        self.reducing = f"reducing the gradients of unit {said!r}"
-        self.shard.name_for_messages(name)
-        self.replicate.name_for_messages(name)
-        for handle in self.handles:
-            handle.name_with(partial(join_names, name))
-            handle.guard_with(root.guard)
-
-    def _exchange_tables(self) -> None:
-        for handle in self.handles:
-            handle.exchange_tables([module for module in self.modules if module is not self.module])
-
-    def compress(self, compression: Compression, nodes: NodeGroups | None) -> None:
-        """Compress what a step sends over the shard axis.  Collective: none; every rank calls it."""
-        self.compression = (compression, nodes)
-        if self.shard.size > 1:
-            device = self.config.device
-            self._compressed = compressed(self.shard, compression, nodes, device)
-            self._compressed.name_for_messages(self.name)
-
-    @property
-    def step_shard(self) -> Collectives:
-        """``shard`` for the gathers and reductions of a step: what it sends may be compressed.
-
-        State dicts and ``summon_full_params`` use ``shard``, which is exact.
-        """
-        return self.shard if self._compressed is None else self._compressed
-
-    # -- residency -------------------------------------------------------------------------------------------------
-
-    def start_unshard(self) -> None:
-        """Start gathering the unit's parameters; does nothing if that has begun already.
-
-        Collective: every rank of the shard group.
-        """
-        if self.residency is SHARDED:
-            root = self.root
-            if self.in_full_precision is not root.in_full_precision:
-                self._switch_precision()
-            if root.lockstep.on:
-                root.lockstep.gather_before(self)
-            if _torch.backward_task() != _torch.NO_TASK:
-                self._check_unchanged()
-            self.residency = GATHERING
-            if self._gathers:
-                self._work = root.streams.run_gather(self._launch)
-
-    def wait_unshard(self) -> None:
-        """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
-        if self.residency is GATHERING:
-            if self._work is not None:
-                try:
-                    self._work.wait()
-                except RuntimeError as error:
-                    raise_named(self._gathering, error)
-                self._work = None
-            self.residency = UNSHARDED
-
-    def reshard(self) -> None:
-        """Free the gathered parameters.  Collective: none."""
-        if self.residency is SHARDED:
-            return
-        if self._shows_leaves and not self._active:
-            self._show_sharded()
-        if self.residency is GATHERING:
-            self.wait_unshard()
-        self._awaits_inputs = False
-        self.residency = SHARDED
-        if self._gathers:
-            self.root.streams.released()
-            for handle in self.handles:
-                handle.unsharded.free()
-
-    def release(self) -> None:
-        """Free the gathered parameters, unless ranks that use different units must keep them (see ``Lockstep``)."""
-        if not self.root.lockstep.on and not self.root.differentiable:
-            self.reshard()
-
-    def _show_leaves(self) -> None:
-        if not self._shows_leaves:
-            self._shows_leaves = True
-            if self._guarded:
-                self.unguard()
-            for handle in self.handles:
-                handle.expose_leaves()
-
-    def _show_sharded(self) -> None:
-        if self._shows_leaves and self.residency is UNSHARDED:
-            for handle in self._gathered:
-                if self._compressed is not None and handle.leaves_edited:
-                    raise self._edited_while_rounded(handle)
-                handle.keep_leaf_edits()
-        self._shows_leaves = False
-        for handle in self.handles:
-            handle.expose_sharded()
-        if self.root.guard.on:
-            self.guard()
-
-    def guard(self) -> None:
-        """A forward runs, and not the unit's own: refuse to compute with pieces (see Note [Exposure])."""
-        if self._guards and not self.summoned:
-            self._guarded = True
-            for table, name, stand_in in self._guards:
-                table[name] = stand_in
-
-    def unguard(self) -> None:
-        """Let attribute lookup find the user's parameters again."""
-        if self._guarded:
-            self._guarded = False
-            for table, name, _ in self._guards:
-                table.pop(name, None)
-
-    def _edited_while_rounded(self, handle: FlatParamHandle) -> UnsupportedError:
-        return UnsupportedError(
-            describe(
-                "module code wrote into its gathered parameters in place, which are rounded: writing them back would "
-                "round the shards too",
-                unit=self.name,
-                fqn=handle.fqns[0],
-                remedy="Leave compress_communication's weights exact (weights=None), or write under "
-                "summon_full_params.",
-            ),
-            unit=self.name,
-        )
-
-    def follow_user_changes(self) -> None:
-        """Take over parameters that the user replaced, moved or (un)froze since the last forward.
-
-        Raises:
-            UsageError: If a change cannot be taken over; it names the parameter and the remedy.
-        """
-        for handle in self.handles:
-            if handle.user_changed():
-                self._adopt_changes()
-                break
-        self._param_hooks.follow()
-
-    def _adopt_changes(self) -> None:
-        # What is built here outlives the forward, so it must not be made of inference tensors.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for handle in self.handles:
-                if handle.user_changed():
-                    self.gradients.check_not_frozen(handle)
-                    handle.adopt_changes()
-        self.root.streams.shards_written()
-        self._prepare()
-
-    def follow_new_leaves(self) -> None:
-        """Prepare for leaves that a handle has made anew.  Collective: none."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._prepare()
-
-    def _check_unchanged(self) -> None:
-        """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
-        for handle in self._gathered:
-            if handle.changed_since_forward():
-                raise UsageError(
-                    describe(
-                        "parameters were modified in place (by an optimizer step, say) between a forward and its "
-                        "backward",
-                        unit=self.name,
-                        fqn=handle.fqns[0],
-                        remedy="Run every backward of a forward before changing parameters.",
-                    ),
-                    unit=self.name,
-                )
-
-    def remember_versions(self) -> None:
-        """A forward with gradients has ended: its backward must find the values of now."""
-        for handle in self._gathered:
-            handle.remember_version()
-
-    def _launch_gather(self) -> Work:
-        for handle in self._gathered:
-            handle.fill_own_slice()
-        return self.step_shard.all_gather(self._gathers)
 
     def _prepare(self) -> None:
         """Everything that stays the same from step to step."""
@@ -467,25 +192,6 @@ class Unit:
         self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected: int = len(leaves)
         self.disarm()
-
-    def _plan_gather(self) -> None:
-        self._gathered = [handle for handle in self.handles if not handle.aliased]
-        flats = [handle.unsharded.flat for handle in self._gathered]
-        self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
-        self._gathers = [
-            Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
-        ]
-        self._reads_frozen = any(
-            not leaf.requires_grad for handle in self._gathered for leaf in handle.unsharded.leaves
-        )
-
-    def _switch_precision(self) -> None:
-        """Follow the root into or out of a forward in the shards' own dtype, which no backward follows."""
-        self.in_full_precision = self.root.in_full_precision
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for handle in self.handles:
-                handle.use_full_precision(wanted=self.in_full_precision)
-            self._plan_gather()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -823,13 +529,6 @@ class Unit:
     def owes_all_reduce(self) -> bool:
         """Whether sums over the shard axis wait for a sum over the replicas, which is wanted now."""
         return self.requires_all_reduce and bool(self.gradients.partial_sums)
-
-    def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        """Every buffer of the unit's own modules, with the module that holds it and its name there."""
-        for module in self.modules:
-            for name, buffer in _torch.buffer_table(module).items():
-                if buffer is not None:
-                    yield module, name, buffer
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
