@@ -115,9 +115,7 @@ def warnings_of(cls, policy, **kwargs):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_unit_with_most_of_the_model_is_warned_about_with_candidates(
-    world_size, use_orig_params
-):
+def test_a_unit_with_most_of_the_model_is_warned_about_with_candidates(world_size, use_orig_params):
     policy, kwargs = ModuleWrapPolicy({Block}), {"use_orig_params": use_orig_params}
     first, *others = run_ranks(warnings_of, world_size, Lopsided, policy, **kwargs)
     if world_size == 1:
