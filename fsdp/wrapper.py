@@ -38,6 +38,7 @@ from .init.build import (
     plan_overrides,
 )
 from .init.ignored import resolve_ignored, warn_of_trainable
+from .init.renormed import check_renormed
 from .init.replicated import resolve_replicated
 from .init.tensor_parallel import check_tensor_parallel
 from .init.ties import find_ties
@@ -184,6 +185,7 @@ class FullyShardedDataParallel(
         )
         warn_of_trainable(module, ignored, axes)
         check_tensor_parallel(module, ignored, axes)
+        check_renormed(module, ignored, axes)
         ties = find_ties(module, _outermost_units(module), _is_wrapped)
         built = build_units(module, overrides, ignored, _is_wrapped, ties)
         wrappers = {

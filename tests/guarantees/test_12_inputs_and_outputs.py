@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision
-from fsdp.errors import ShardedParameterError
+from fsdp.errors import ShardedParameterError, UnsupportedError
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
@@ -396,3 +397,45 @@ def test_what_escaped_through_a_closure_is_an_error_and_never_a_crash(
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_past_every_hook_is_refused_naming_the_unit(world_size):
     run_ranks(escaped_first_layer, world_size)
+
+
+class Renormed(nn.Module):
+    """Looking rows up shrinks them, in the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 6, max_norm=0.5)
+        self.bag = nn.EmbeddingBag(10, 6, max_norm=0.5)
+
+    def forward(self, x):
+        tokens = (x.abs() * 3).long().clamp(max=9)
+        return self.table(tokens).mean(1) * self.bag(tokens)
+
+
+def renormed(use_orig_params):
+    model = build(Renormed)
+    if dist.get_world_size() > 1:
+        with pytest.raises(UnsupportedError, match=r"max_norm=0\.5.*table\.weight"):
+            FSDP(model, use_orig_params=use_orig_params)
+        model.table.max_norm = None
+        with pytest.raises(UnsupportedError, match=r"bag\.weight"):
+            FSDP(model, use_orig_params=use_orig_params)
+        FSDP(model, use_orig_params=use_orig_params, ignored_modules=[model.bag])
+        return
+    expected = build(Renormed)
+    wrapped = FSDP(model, use_orig_params=use_orig_params)
+    for net in (expected, wrapped):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(batch(0, step)).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(wrapped.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_embeddings_that_shrink_rows_train_on_one_rank_and_are_refused_by_name_on_several(
+    world_size, use_orig_params
+):
+    run_ranks(renormed, world_size, use_orig_params)

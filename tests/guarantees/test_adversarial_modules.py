@@ -164,11 +164,11 @@ def computed_once(model, rank):
 
 
 class Tables(nn.Module):
-    """Embeddings that write into their weights, scale their gradients or give sparse ones."""
+    """Embeddings that scale their gradients or give sparse ones."""
 
     def __init__(self):
         super().__init__()
-        self.bag = nn.EmbeddingBag(10, 6, max_norm=0.5, mode="sum")
+        self.bag = nn.EmbeddingBag(10, 6, mode="sum")
         self.table = nn.Embedding(10, 6, scale_grad_by_freq=True)
         self.sparse = nn.Embedding(10, 6, sparse=True)
         self.out = nn.Linear(6, 3)

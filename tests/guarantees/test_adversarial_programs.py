@@ -246,7 +246,7 @@ class Shapes(nn.Module):
         self.first = nn.Conv1d(1, 4, 3, padding=1)
         self.second = nn.ConvTranspose1d(4, 1, 3, padding=1)
         self.second.weight = self.first.weight
-        self.table = nn.Embedding(10, 12, padding_idx=0, max_norm=1.0)
+        self.table = nn.Embedding(10, 12, padding_idx=0)
         self.out = nn.utils.parametrizations.weight_norm(nn.Linear(12, 3))
 
     def forward(self, x):
