@@ -199,7 +199,7 @@ class Root:
     def _follow_changes(self) -> None:
         """This is the first forward, or the modules may have changed."""
         if not _torch.in_backward():
-            self.changed = self.tree.follow()
+            self.changed = self.tree.follow(before_first_forward=not self.started)
         if not self.started:
             self._check_claimed()
             check_not_overlapped(self.units)

@@ -9,7 +9,10 @@ Note [Changes of the tree]
     ======================================================  ===================================================
     what it finds                                           what it does
     ======================================================  ===================================================
-    a trainable parameter that nobody averages              an error, with more than one rank
+    a trainable parameter that nobody averages              an error, with more than one rank; before the first
+                                                            forward a warning: it was taken out for the wrapping
+                                                            and put back, as tests of the reference do, and is
+                                                            from now on an ignored one
     a frozen one                                            from now on each forward looks whether it is thawed
     a parameter that a unit manages, at a second place      an error: it would be used as a piece
     a wrapper                                               its units join the tree
@@ -25,10 +28,11 @@ Note [Changes of the tree]
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -37,7 +41,7 @@ from torch.nn.modules.module import (
 )
 
 from .. import _torch
-from ..errors import UsageError, describe, name_some
+from ..errors import FsdpWarning, UsageError, describe, name_some
 from ..names import FSDP_WRAPPED_MODULE, join_names
 from .held import unit_of
 
@@ -75,10 +79,15 @@ class _Stranger:
     unit: Unit
 
     @property
+    def param(self) -> Any:
+        """The parameter; None if it is no longer there."""
+        module = self.module()
+        return None if module is None else _torch.parameter_table(module).get(self.name)
+
+    @property
     def is_trained(self) -> bool:
         """Whether it is still there and wants gradients."""
-        module = self.module()
-        param = None if module is None else _torch.parameter_table(module).get(self.name)
+        param = self.param
         return param is not None and bool(param.requires_grad)
 
 
@@ -114,10 +123,13 @@ class Tree:
         if root is not None:
             root.changed = True
 
-    def follow(self) -> bool:
+    def follow(self, *, before_first_forward: bool = False) -> bool:
         """Look at what was put into the tree; whether the next forward has to look again, marked or not.
 
         Collective: none; every rank changes its model in the same way.
+
+        Args:
+            before_first_forward: Whether the first forward of the model is about to begin.
 
         Raises:
             UsageError: If ranks would not agree on a parameter, or a wrapper belongs to another model.
@@ -132,6 +144,11 @@ class Tree:
                     handle.follow_registrations()
             self._strangers = tuple(self._find_strangers(root, top))
         refused = [stranger for stranger in self._strangers if stranger.is_trained]
+        if refused and before_first_forward:
+            warnings.warn(str(_added(refused)), FsdpWarning, stacklevel=2)
+            self._ignored_params.update(stranger.param for stranger in refused)
+            self._strangers = tuple(s for s in self._strangers if s not in refused)
+            refused = []
         self._changed = bool(refused)  # until it is taken out again, which nothing tells
         if refused:
             raise _added(refused)

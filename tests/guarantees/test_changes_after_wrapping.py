@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import StateDictType
-from fsdp.errors import UsageError
+from fsdp.errors import FsdpWarning, UsageError
 from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     Block,
@@ -397,9 +398,9 @@ def unmarked(use_orig_params):
     looks = []
     follow = type(root.tree).follow
 
-    def counted(tree):
+    def counted(tree, **kwargs):
         looks.append(tree._changed)
-        return follow(tree)
+        return follow(tree, **kwargs)
 
     type(root.tree).follow = counted
     step(model, rank)
@@ -480,3 +481,32 @@ def forgotten():
 
 def test_nothing_is_left_of_a_deleted_model():
     run_ranks(forgotten, 1)
+
+
+def put_back(use_orig_params):
+    """A module that was taken out for the wrapping: each rank trains its own, and is told so once."""
+    rank = dist.get_rank()
+    plain = build(OpenNet)
+    extra = linear(7, 7)
+    model = wrap(plain, {OpenBlock}, use_orig_params=use_orig_params)
+    inside(model).extra = extra
+    with pytest.warns(FsdpWarning, match=r"nobody averages.*blocks\.0\.extra\.weight"):
+        step(model, rank)
+    alone = build(OpenNet)
+    inside(alone).extra = linear(7, 7)
+    step(alone, rank)
+    torch.testing.assert_close(extra.weight.grad, inside(alone).extra.weight.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, rank, 1)
+    inside(model, 1).extra = linear(7, 7)
+    with pytest.raises(UsageError, match=r"blocks\.1\.extra"):
+        model(batch(rank))
+
+
+@EXPOSURES
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_put_back_before_the_first_forward_is_ignored_with_a_warning(
+    world_size, use_orig_params
+):
+    run_ranks(put_back, world_size, use_orig_params)
