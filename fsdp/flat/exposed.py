@@ -34,6 +34,34 @@ class ExposedParams(ABC):
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
     """
 
+    __slots__ = (
+        "_exchanged",
+        "_exposure",
+        "_guard",
+        "_has_new_params",
+        "_holds_nothing",
+        "_leaf_writes",
+        "_name_of",
+        "_param_of_site",
+        "_pointers",
+        "_registered_in",
+        "_shard_aside",
+        "_sharded",
+        "_siblings",
+        "_split_picks",
+        "_split_sizes",
+        "_stand_ins",
+        "_wanted_grads",
+        "_watched",
+        "exposed",
+        "flat_param",
+        "layout",
+        "orig_mode",
+        "params",
+        "pieces",
+        "unsharded",
+    )
+
     layout: FlatLayout
     pieces: tuple[Piece, ...]
     flat_param: FlatParameter
@@ -45,10 +73,10 @@ class ExposedParams(ABC):
     _sharded: Sharded
     _split_sizes: list[int]
     _split_picks: list[int]
-    _has_new_params = False
 
     def __init__(self, params: tuple[ManagedParam, ...], *, orig_mode: bool) -> None:
         self.params = params
+        self._has_new_params = False
         self.orig_mode = orig_mode
         self._name_of: Callable[[str], str] = str
         self._registered_in: tuple[dict[str, nn.Parameter], str] | None = None

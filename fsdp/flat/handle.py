@@ -58,6 +58,20 @@ class FlatParamHandle(ExposedParams):
         device: Where the leaves are; the shard too, unless it is offloaded.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_in_full_precision",
+        "_leaf_versions",
+        "_low_precision",
+        "_other_leaves",
+        "_version",
+        "all_used",
+        "device",
+        "has_tensor_shards",
+        "holds",
+        "rank",
+    )
+
     def __init__(
         self,
         params: Sequence[ManagedParam],

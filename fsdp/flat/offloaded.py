@@ -29,6 +29,8 @@ class OffloadedHandle(FlatParamHandle):
             the device a forward, instead of one a gather, for the memory of the copy.
     """
 
+    __slots__ = ("_copy", "home", "keeps_copy")
+
     def __init__(
         self, params: Sequence[ManagedParam], *, home: Home, keeps_copy: bool, **rest: Any
     ) -> None:

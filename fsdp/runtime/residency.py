@@ -85,15 +85,49 @@ SHARDED, GATHERING, UNSHARDED = Residency
 
 
 class ResidentUnit(ABC):
-    """The half of a unit that gathers, exposes and frees parameters; see :class:`Unit` for its attributes."""
+    """The half of a unit that gathers, exposes and frees parameters; see :class:`Unit` for its attributes.
+
+    Slots, here and in handles, because CPython finds no method or attribute fast on an object that has more than 30.
+    """
+
+    __slots__ = (
+        "_active",
+        "_awaits_inputs",
+        "_compressed",
+        "_gathered",
+        "_gathering",
+        "_gathers",
+        "_guarded",
+        "_guards",
+        "_launch",
+        "_param_hooks",
+        "_reads_frozen",
+        "_shows_leaves",
+        "_work",
+        "compression",
+        "config",
+        "gradients",
+        "handles",
+        "in_full_precision",
+        "index",
+        "module",
+        "modules",
+        "name",
+        "new_reduction",
+        "offloaded",
+        "reducing",
+        "replicate",
+        "residency",
+        "root",
+        "shard",
+        "summoned",
+        "tensor",
+        "unsharded_bytes",
+    )
 
     root: Root
     gradients: Gradients
     _param_hooks: ParamHooks
-    _guarded = False
-    _guards: Writes = ()
-    _awaits_inputs = False
-    tensor: Collectives = Loopback()
 
     def __init__(
         self,
@@ -120,6 +154,10 @@ class ResidentUnit(ABC):
         self._active = 0
         self._shows_leaves = False
         self._work: Work | None = None
+        self._guarded = False
+        self._guards: Writes = ()
+        self._awaits_inputs = False
+        self.tensor: Collectives = Loopback()
         self._choose_ways()
         self._exchange_tables()
 
@@ -180,7 +218,8 @@ class ResidentUnit(ABC):
                 self._switch_precision()
             if root.lockstep.on:
                 root.lockstep.gather_before(self)
-            if _torch.backward_task() != _torch.NO_TASK:
+            # A backward inside the forward (of a slope, say) finds the values that this forward computes with.
+            if _torch.backward_task() != _torch.NO_TASK and not root.guard.on:
                 self._check_unchanged()
             self.residency = GATHERING
             if self._gathers:

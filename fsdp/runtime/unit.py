@@ -65,11 +65,34 @@ class Unit(ResidentUnit):
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
-    _inputs_want_grads = False
-    unclaimed: tuple[ManagedParam, ...] = ()
-    on_new_handles: Callable[[], None] | None = None
-    requires_all_reduce = True
-    unshards_in_backward = True
+    __slots__ = (
+        "__weakref__",
+        "_backward_task",
+        "_entrances",
+        "_expected",
+        "_inputs_want_grads",
+        "_leaf_hooks",
+        "_may_overflow",
+        "_missing",
+        "_open_uses",
+        "_post_hook",
+        "_pre_hook",
+        "armed",
+        "buffer_masters",
+        "comm_hook",
+        "comm_hook_state",
+        "dtype_rules",
+        "gate",
+        "gradient_divisor",
+        "kept_low_precision",
+        "on_gradients",
+        "on_new_handles",
+        "requires_all_reduce",
+        "rule_casts",
+        "sync_gradients",
+        "unclaimed",
+        "unshards_in_backward",
+    )
 
     def __init__(
         self,
@@ -88,6 +111,10 @@ class Unit(ResidentUnit):
         self.dtype_rules = precision.DtypeRules()
         self.rule_casts: precision.RuleCasts | None = None
         self.sync_gradients = True
+        self.requires_all_reduce = True
+        self.unshards_in_backward = True
+        self.unclaimed: tuple[ManagedParam, ...] = ()
+        self.on_new_handles: Callable[[], None] | None = None
         self.comm_hook: Callable[..., None] | None = None
         self.comm_hook_state: Any = None
         self.gradient_divisor: float | None = None
@@ -95,6 +122,7 @@ class Unit(ResidentUnit):
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
         self._backward_task: int | None = None
         self._open_uses = 0
+        self._inputs_want_grads = False
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._param_hooks = ParamHooks(self)
