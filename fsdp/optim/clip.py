@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,7 +158,7 @@ def _check_reduced(unit: Unit) -> None:
 
 def clip_units(
     units: Sequence[Unit],
-    others: Iterable[nn.Parameter],
+    others: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
     device: torch.device,
@@ -196,7 +197,7 @@ def clip_units(
 
 def _clip(
     groups: _Groups,
-    others: Iterable[nn.Parameter],
+    others: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
     device: torch.device,
@@ -205,7 +206,11 @@ def _clip(
     rest = _grads(others)
     grads_of = {key: _grads(shared.params) for key, shared in groups.items()}
     every = [grad for grads in grads_of.values() for grad in grads] + rest
-    dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in every) else torch.float32
+    # By the parameters, which every rank has: a rank may hold no gradient at all.
+    managed = [param for shared in groups.values() for param in shared.params]
+    params = [p for p in [*others, *managed] if p.is_floating_point() or p.is_complex()]
+    is_double = any(param.dtype.to_real() is torch.float64 for param in params)
+    dtype = torch.float64 if is_double else torch.float32
     total = _power_sum(rest, norm_type, dtype, device)
     op = {math.inf: "max", -math.inf: "min"}.get(norm_type, "sum")
     for key, shared in groups.items():
@@ -225,11 +230,11 @@ def _clip(
     else:
         warnings.warn(
             f"clip_grad_norm_ was called on rank {dist.get_rank()} with no gradients -- returning the total norm "
-            f"in the default dtype {_result_dtype(every)}, which is that of the other ranks' gradients.",
+            f"in the default dtype {_result_dtype(params)}, which is that of the parameters.",
             FsdpWarning,
             stacklevel=5,
         )
-    return total.to(_result_dtype(every))
+    return total.to(_result_dtype(every or params))
 
 
 def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -293,7 +298,7 @@ def _power_sum(
     grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Sum of ``|g| ** p`` over all elements; the maximum, minimum or count for p of inf, -inf and 0."""
-    grads = [grad for grad in grads if grad.numel()]
+    grads = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
     empty = math.inf if norm_type == -math.inf else 0.0
     if not grads:
         return torch.full((), empty, dtype=dtype, device=device)
@@ -313,9 +318,7 @@ def _combine(left: torch.Tensor, right: torch.Tensor, norm_type: float) -> torch
     return torch.minimum(left, right) if norm_type == -math.inf else left + right
 
 
-def _result_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
-    """The widest dtype among the gradients, float32 where there are none."""
-    result = grads[0].dtype if grads else torch.float32
-    for grad in grads:
-        result = torch.promote_types(result, grad.dtype)
-    return result
+def _result_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The widest real dtype among them, float32 where there are none."""
+    dtypes = [tensor.dtype.to_real() for tensor in tensors] or [torch.float32]
+    return functools.reduce(torch.promote_types, dtypes)

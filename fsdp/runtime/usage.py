@@ -61,6 +61,8 @@ def agree(
     answers = iter(flags.tolist())
     anyone = {handle: [bool(next(answers)) for _ in handle.exposed] for handle in handles}
     for handle, grad, here in usage.withheld:
+        if handle not in anyone:
+            continue  # of another group's units
         only_elsewhere = [a and not h for a, h in zip(anyone[handle], here, strict=True)]
         publish(handle, grad, only_elsewhere)
         run_post_accumulate_hooks(handle, only_elsewhere)

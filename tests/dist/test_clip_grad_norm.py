@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp import FsdpWarning, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.errors import UsageError
 from fsdp.wrap import CustomPolicy
 from tests.support.compare import GRADIENTS, assert_close
@@ -187,3 +189,41 @@ def by_tensor():
 
 def test_the_bound_may_be_a_tensor_and_clipping_twice_reaches_it():
     run_ranks(by_tensor, 2)
+
+
+class Halves(nn.Module):
+    """Two layers in one unit, of which a step uses one: some ranks then hold no gradient at all."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first = nn.Linear(7, 7, dtype=dtype)
+        self.second = nn.Linear(7, 7, dtype=dtype)
+
+    def forward(self, x, number):
+        return (self.first if number == 0 else self.second)(x)
+
+
+def one_half(dtype, order):
+    model = Halves(dtype)
+    dense = copy.deepcopy(model)
+    wrapped = FSDP(model, use_orig_params=True)
+    rows = torch.randn(dist.get_world_size(), 2, 7, dtype=dtype)
+    for number in range(2):
+        for made, x in ((wrapped, rows[dist.get_rank()]), (dense, rows.flatten(0, 1))):
+            made.zero_grad()
+            made(x, number).abs().square().mean().backward()
+        with warnings.catch_warnings():  # of ranks without gradients
+            warnings.simplefilter("ignore", FsdpWarning)
+            norm = wrapped.clip_grad_norm_(0.01, order)
+        params = [param for param in dense.parameters() if param.grad is not None]
+        expected = nn.utils.clip_grad_norm_(params, 0.01, order)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)  # the dtype, too
+        for name, grad in full_grads(wrapped).items():
+            torch.testing.assert_close(grad, dense.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.cdouble])
+def test_ranks_without_gradients_agree_on_the_norm_in_every_dtype(dtype, order, world_size):
+    run_ranks(one_half, world_size, dtype, order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import time
 
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import ConfigError
 from fsdp.runtime import root
+from fsdp.wrap import CustomPolicy
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scripts import (
     Block,
@@ -362,3 +365,54 @@ def test_an_unknown_value_is_refused():
 
 def unknown():
     wrap(build(Branching), allow_unused="some")
+
+
+class Sparing(nn.Module):
+    """Leaves a parameter out."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(7, 7)
+        self.spare = nn.Linear(7, 7)
+
+    def forward(self, x):
+        return self.up(x).tanh()
+
+
+class TwoKinds(nn.Module):
+    """A replicated root around a sharded block; both leave parameters out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.block = Sparing()
+        self.spare = nn.Linear(7, 7)
+
+    def forward(self, x):
+        return self.block(self.inp(x))
+
+
+def of_two_kinds(outer, inner):
+    torch.manual_seed(0)
+    dense = TwoKinds()
+    model = FSDP(
+        copy.deepcopy(dense),
+        sharding_strategy=outer,
+        auto_wrap_policy=CustomPolicy(
+            lambda module: {"sharding_strategy": inner} if isinstance(module, Sparing) else False
+        ),
+        use_orig_params=True,
+    )
+
+    def script(net, rank):
+        net(batch(rank)).square().sum().backward()
+
+    script(model, dist.get_rank())
+    expected = dense_grads(dense, script, dist.get_world_size())
+    assert_same_gradients(expected, full_grads(model), none_is_zero=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.permutations(STRATEGIES, 2)))
+def test_units_of_several_strategies_leave_parameters_out(outer, inner, world_size):
+    run_ranks(of_two_kinds, world_size, outer, inner)
