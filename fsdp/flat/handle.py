@@ -334,8 +334,19 @@ class FlatParamHandle(ExposedParams):
         versions = _torch.sum_of_versions(self.unsharded.leaves)
         if versions != self._leaf_versions:
             self._leaf_versions = versions
-            with torch.no_grad():
-                self.flat_param.data.copy_(self.unsharded.own)
+            self.take_own_slice()
+
+    def take_own_slice(self) -> None:
+        """Write what is new in this rank's slice of the gathered parameters to the shard.
+
+        Elements that are not new keep all their bits in a shard of a wider dtype.
+        """
+        with torch.no_grad():
+            shard = self.flat_param.data
+            own = self.unsharded.own.to(shard.device)
+            if own.dtype is not shard.dtype:
+                own = torch.where(own == shard.to(own.dtype), shard, own.to(shard.dtype))
+            shard.copy_(own)
 
     # -- changes behind the wrapper's back ---------------------------------------------------------------------------
 

@@ -22,12 +22,14 @@ from ..config import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..errors import UnsupportedError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
+from ..flat.silent import keep_silent_writes
 from ..flat.views import Writes
 from ..names import join_names
 from .gradients import Gradients
 from .offload import ReadAhead
 from .param_hooks import ParamHooks
 from .reduction import OffloadedReduction, Reduction
+from .streams import capturing
 
 if TYPE_CHECKING:
     from .root import Root
@@ -100,10 +102,12 @@ class ResidentUnit(ABC):
         "_guarded",
         "_guards",
         "_launch",
+        "_left",
         "_param_hooks",
         "_reads_frozen",
         "_shows_leaves",
         "_work",
+        "_writes_silently",
         "compression",
         "config",
         "gradients",
@@ -157,6 +161,8 @@ class ResidentUnit(ABC):
         self._guarded = False
         self._guards: Writes = ()
         self._awaits_inputs = False
+        self._left = 0
+        self._writes_silently = False
         self.tensor: Collectives = Loopback()
         self._choose_ways()
         self._exchange_tables()
@@ -241,6 +247,8 @@ class ResidentUnit(ABC):
         if self.residency is SHARDED:
             return
         if self._shows_leaves and not self._active:
+            if self._writes_silently and _torch.in_backward():  # in a checkpointed layer's forward
+                self._keep_silent_writes()
             self._show_sharded()
         if self.residency is GATHERING:
             self.wait_unshard()
@@ -263,6 +271,21 @@ class ResidentUnit(ABC):
                 self.unguard()
             for handle in self.handles:
                 handle.expose_leaves()
+
+    def _leave(self) -> None:
+        """The module's own forward has ended: keep what it wrote into its parameters, and show them sharded."""
+        self._left += 1
+        if self._writes_silently or not self._left & (self._left - 1):
+            self._keep_silent_writes()
+        self._show_sharded()
+
+    def _keep_silent_writes(self) -> None:
+        """See Note [Silent writes] in ``flat.silent``."""
+        is_whole = self._shows_leaves and self.residency is UNSHARDED
+        is_exact = self._compressed is None
+        if is_whole and is_exact and not capturing(torch.get_device_module(self.config.device)):
+            for handle in self.handles:
+                self._writes_silently |= keep_silent_writes(handle)
 
     def _show_sharded(self) -> None:
         if self._shows_leaves and self.residency is UNSHARDED:

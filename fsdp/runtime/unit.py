@@ -270,7 +270,7 @@ class Unit(ResidentUnit):
         if self._active:
             self._active -= 1
             if not self._active and not recomputing:
-                self._show_sharded()
+                self._leave()
             self._after_use(output, recomputing=recomputing)
             if torch.is_grad_enabled():
                 self._entrances.hook_what_inputs_hold(args, kwargs)

@@ -1,0 +1,92 @@
+"""What a module's own forward writes into its parameters past every counter: ``self.weight.data``.
+
+Note [Silent writes]
+    A write in place is known by the leaf's version counter, at next to no cost a forward.  ``weight.data.mul_(mask)``
+    moves no counter of the leaf, and ``weight.data = value`` takes the leaf to other memory.  Both are common (masked
+    convolutions, bounds on norms), and both would be lost when the unit is freed.  So after the first, second, fourth,
+    eighth ... forward of a unit its own slice is compared with the shard, and a unit that was seen to write has its
+    values taken over after every forward from then on.  What begins to write later is seen at the next of those.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..errors import UsageError, describe
+from .handle import FlatParamHandle
+from .sharing import ManagedParam
+from .views import slot_view
+
+__all__ = ["keep_silent_writes"]
+
+_COMPARED = (
+    1 << 20
+)  # elements at a time: a cast of the whole shard would be memory that a step does not need
+
+
+def keep_silent_writes(handle: FlatParamHandle) -> bool:
+    """Take over what module code has written into the gathered parameters of ``handle``; whether it has.
+
+    Collective: none.
+
+    Raises:
+        UsageError: If it put something else in the place of a parameter, or changed its shape, dtype or device.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        moved = _take_back(handle)
+        if handle.aliased or not (moved or _differs(handle)):
+            return moved
+        handle.take_own_slice()
+        return True
+
+
+def _take_back(handle: FlatParamHandle) -> bool:
+    """Have every leaf view the gathered memory again, with the values it has; whether one did not."""
+    moved = False
+    unsharded = handle.unsharded
+    slots = zip(handle.params, handle.layout.slots, unsharded.leaves, strict=True)
+    for number, (managed, slot, leaf) in enumerate(slots):
+        _check_in_place(managed, handle.fqns[number])
+        if managed.tensor_shard is not None or not leaf.numel():
+            continue
+        view = slot_view(unsharded.flat, slot)
+        if leaf.data_ptr() == view.data_ptr() and leaf.dtype is view.dtype:
+            continue
+        value = leaf.data
+        leaf.data = view
+        if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):
+            was = f"{view.dtype} {list(view.shape)} on {view.device}"
+            now = f"{value.dtype} {list(value.shape)} on {value.device}"
+            raise _refusal(handle.fqns[number], f"went from {was} to {now}")
+        view.copy_(value)
+        moved = True
+    return moved
+
+
+def _check_in_place(managed: ManagedParam, fqn: str) -> None:
+    for site in managed.sites:
+        current = _torch.parameter_table(site.module).get(site.name)
+        if isinstance(current, nn.Parameter) and current is not managed.param:
+            raise _refusal(fqn, "was replaced by another one")
+
+
+def _differs(handle: FlatParamHandle) -> bool:
+    """Whether the own slice of the gathered parameters is no longer what it was filled with."""
+    own, shard = handle.unsharded.own, handle.shard
+    return any(
+        not torch.equal(mine.view(torch.uint8), kept.to(mine).view(torch.uint8))
+        for mine, kept in zip(own.split(_COMPARED), shard.split(_COMPARED), strict=True)
+    )
+
+
+def _refusal(fqn: str, what: str) -> UsageError:
+    return UsageError(
+        describe(
+            f"a parameter {what} inside the forward of its own module",
+            fqn=fqn,
+            remedy="Write the values into it (`self.weight.data.copy_(...)`), or change it between forwards.",
+        ),
+        fqn=fqn,
+    )
