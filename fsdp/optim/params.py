@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..errors import ConfigError, ConfigTypeError, describe
+from ..runtime.guard import NEEDS_ALL_PARAMETERS, NOT_ELEMENTWISE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
@@ -24,12 +25,6 @@ __all__ = [
     "name_parameters",
 ]
 
-# Optimizers whose update of one element depends on others, by a part of their class's name.
-_NOT_ELEMENTWISE = (
-    "adafactor", "adalomo", "came", "galore", "kfac", "lamb", "lars", "lbfgs", "muon", "scion", "shampoo", "soap",
-    "sparseadam",
-)  # fmt: skip
-_NEEDS_ALL_PARAMETERS = ("lbfgs",)
 _PARTITIONS = ("parameter", "element")
 
 
@@ -113,7 +108,7 @@ def check_optimizer(optimizer_class: Any, partition: str, world_size: int) -> No
         )
     if world_size == 1:
         return
-    refused = _NEEDS_ALL_PARAMETERS if partition == "parameter" else _NOT_ELEMENTWISE
+    refused = NEEDS_ALL_PARAMETERS if partition == "parameter" else NOT_ELEMENTWISE
     made = getattr(optimizer_class, "func", optimizer_class)  # of a functools.partial
     for base in made.__mro__ if isinstance(made, type) else ():
         if any(name in base.__name__.lower() for name in refused):

@@ -5,10 +5,16 @@ Note [Left behind]
     before wrapping still holds the old, now empty parameters and would step without effect or error.  Wrapping
     therefore remembers them (weakly, by identity) and a hook that torch runs before every optimizer step looks them
     up, once an optimizer.
+
+Note [Whole parameters wanted]
+    An optimizer that looks at rows, norms or all parameters at once computes something else on shards, without an error
+    of its own.  It is known by its class's name.  One warning an optimizer, since some train with Adafactor on shards
+    on purpose; L-BFGS, whose ranks would search along directions of their own, is refused.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -18,18 +24,28 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import UsageError, describe
+from ..errors import FsdpWarning, UsageError, describe
+from ..flat.parameter import FlatParameter
 from ..flat.tensor_parallel import is_distributed
 
 if TYPE_CHECKING:
     from .unit import Unit
 
 __all__ = [
+    "NEEDS_ALL_PARAMETERS",
+    "NOT_ELEMENTWISE",
     "check_not_overlapped",
     "forget_left_behind",
     "remember_accumulating",
     "remember_left_behind",
 ]
+
+# Optimizers whose update of one element depends on others, by a part of their class's name.
+NOT_ELEMENTWISE = (
+    "adafactor", "adalomo", "came", "galore", "kfac", "lamb", "lars", "lbfgs", "muon", "scion", "shampoo", "soap",
+    "sparseadam",
+)  # fmt: skip
+NEEDS_ALL_PARAMETERS = ("lbfgs",)
 
 
 class _LeftBehind:
@@ -66,6 +82,7 @@ class _LeftBehind:
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)
+        _check_elementwise(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 found = self._names.get(id(param))
@@ -105,6 +122,38 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
                 ),
                 unit=unit.name,
             )
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """See Note [Whole parameters wanted]."""
+    names = [base.__name__.lower() for base in type(optimizer).__mro__]
+    known = [part for part in NOT_ELEMENTWISE if any(part in name for name in names)]
+    if not known:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    name = type(optimizer).__name__
+    if known[0] in NEEDS_ALL_PARAMETERS:
+        if any(_is_part(param) for param in params):
+            raise UsageError(
+                describe(
+                    f"{name} looks at all parameters at once, and steps on shards: every rank would go another way",
+                    remedy="Use ShardingStrategy.NO_SHARD, or another optimizer.",
+                )
+            )
+    elif any(isinstance(param, FlatParameter) or _is_part(param) for param in params):
+        warnings.warn(
+            f"{name} looks at more than single elements of a parameter, and steps on shards: the result is not that "
+            f"of unsharded training. Use fsdp.optim.WholeParamOptimizer(model, {name}, ...).",
+            FsdpWarning,
+            stacklevel=5,
+        )
+
+
+def _is_part(param: torch.Tensor) -> bool:
+    """Whether ``param`` is a rank's part of one parameter, or of several."""
+    if isinstance(param, FlatParameter):
+        return param.numel() != param._padded_unsharded_size.numel()  # noqa: SLF001 the reference's name
+    return getattr(param, "fsdp_shape", param.shape) != param.shape
 
 
 def remember_accumulating(unit: Unit) -> None:

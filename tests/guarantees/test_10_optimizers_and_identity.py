@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp import FsdpWarning, ShardingStrategy, StateDictType, split_decay_groups
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy, StateDictType, split_decay_groups
 from fsdp.errors import ConfigError, UsageError
 from fsdp.names import clean_tensor_name
 from tests.support.compare import TRAINED, assert_close
@@ -425,3 +427,47 @@ def shown_elsewhere():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_name_that_is_taken_and_handles_that_are_given_up(world_size):
     run_ranks(shown_elsewhere, world_size)
+
+
+def stepped(make, orig, strategy):
+    """Whether one step warned, and of what."""
+    model = wrap(build(), use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy])
+    optimizer = make(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(dist.get_rank())).square().sum()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            closure()
+            optimizer.step(closure)
+    return [str(item.message) for item in caught if item.category is FsdpWarning]
+
+
+def wants_whole_parameters(orig):
+    class Lamb(torch.optim.SGD):
+        """One by name."""
+
+    for strategy in STRATEGIES:
+        for make in (torch.optim.Adafactor, partial(Lamb, lr=0.1)):
+            said = stepped(make, orig, strategy)
+            name = getattr(make, "func", make).__name__
+            differs = not orig or (strategy == "FULL_SHARD" and dist.get_world_size() > 1)
+            assert len(said) == differs
+            assert all(f"WholeParamOptimizer(model, {name}" in text for text in said)
+        assert not stepped(torch.optim.AdamW, orig, strategy)
+    search = partial(torch.optim.LBFGS, max_iter=2, lr=0.01)
+    if dist.get_world_size() > 1:
+        with pytest.raises(UsageError, match="LBFGS looks at all parameters at once"):
+            stepped(search, orig, "FULL_SHARD")
+    assert not stepped(search, orig, "NO_SHARD")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+def test_optimizers_that_want_whole_parameters_say_so_on_shards(orig, world_size):
+    run_ranks(wants_whole_parameters, world_size, orig)
