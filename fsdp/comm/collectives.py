@@ -12,7 +12,18 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["DONE", "Abandonable", "Collectives", "Gather", "Pending", "Reduce", "Work", "abandon"]
+__all__ = [
+    "DONE",
+    "Abandonable",
+    "Collectives",
+    "DirectSums",
+    "Gather",
+    "InPieces",
+    "Pending",
+    "Reduce",
+    "Work",
+    "abandon",
+]
 
 
 @runtime_checkable
@@ -90,6 +101,34 @@ class Reduce:
     whole: torch.Tensor
     slices: Sequence[torch.Tensor]
     out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InPieces:
+    """One flat gradient to sum over ranks and scatter, which need not lie in one place.
+
+    Attributes:
+        pieces: For each rank, 1-D tensors that tile its slice ``[n]`` in order, in any dtypes; there may be expanded
+            zeros among them.
+        out: ``[n]``; receives this rank's slice of the sum, in its own dtype.
+    """
+
+    pieces: Sequence[Sequence[torch.Tensor]]
+    out: torch.Tensor
+
+
+@runtime_checkable
+class DirectSums(Protocol):
+    """Collectives that can sum gradients from where they lie (see Note [Direct sums])."""
+
+    def sums_directly(self, nbytes: int) -> bool:
+        """Whether they do, for a reduction in which each rank sends ``nbytes``: the same answer on all ranks.
+
+        Collective: every rank of the group, the first time.
+        """
+
+    def sum_directly(self, sums: Sequence[InPieces]) -> None:
+        """Sum, and return when that is done.  Collective: every rank of the group, in the same order."""
 
 
 class Collectives(Protocol):

@@ -115,6 +115,19 @@ class Line:
         self.neighbours.post(self._channel, number, messages, self._check)
         return number
 
+    def reserve(self, messages: int) -> int:
+        """Let nobody else send the next ``messages``; returns the number of the first."""
+        self._let_abandoned_go()
+        number = self._sent
+        self._sent += messages
+        return number
+
+    def send_pieces(
+        self, number: int, pieces: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
+    ) -> None:
+        """Send a reserved message, which lies in pieces, to each neighbour (see ``Neighbours.post_pieces``)."""
+        self.neighbours.post_pieces(self._channel, number, pieces, dtype, self._check)
+
     def receive(self, number: int, read: Callable[[Mapping[int, int]], None]) -> None:
         """Let ``read`` have where each neighbour's message ``number`` begins, then let them go."""
         near = self.neighbours

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .collectives import DONE, Collectives, Gather, Pending, Reduce, Work, abandon
+from .collectives import DONE, Collectives, Gather, InPieces, Pending, Reduce, Work, abandon
+from .direct import SHORTEST_SUM, DirectSum
 from .loopback import Loopback
 from .neighbours import Line, NearCombination, NearGather, NearSums, all_are_near, meet
 from .shared_memory import LONGEST_MESSAGE, Check, Neighbours
@@ -228,6 +229,17 @@ class PointToPointCollectives:
                 works.append(_OrderedSum([parts[rank] for rank in range(self.size)], reduce.out))
         return _Exchange(self._reduces, self._watch, works)
 
+    def sums_directly(self, nbytes: int) -> bool:
+        """Where all ranks share memory and the message is long."""
+        self._meet()
+        return nbytes >= SHORTEST_SUM and self._lines is not None and all_are_near(self._group)
+
+    def sum_directly(self, sums: Sequence[InPieces]) -> None:
+        """Chunk by chunk through shared memory."""
+        assert self._lines is not None, "sums_directly has been asked"
+        work = DirectSum(self._lines.reduces, self.rank, sums)
+        _Exchange(self._reduces, self._watch, [work]).wait()
+
     def _room_for(self, peers: Sequence[int], out: torch.Tensor) -> dict[int, torch.Tensor]:
         """Where to receive what each of ``peers`` sends, like ``out`` ``[shard_numel]``.
 
@@ -279,11 +291,16 @@ class PointToPointCollectives:
     def _lines_for(self, nbytes: int) -> _Lines | None:
         """The way through shared memory for a message of ``nbytes``, a number on which all ranks agree."""
         if not self._has_met:
-            near = meet(self._group, _TAG_OF_MEETINGS)
-            self._has_met = True
-            if near is not None and self._serial < near.channels() // _KINDS:
-                self._lines = _Lines.of(near, self._serial, self._peers, self._check)
+            self._meet()
         return self._lines if nbytes <= LONGEST_MESSAGE else None
+
+    def _meet(self) -> None:
+        if self._has_met:
+            return
+        near = meet(self._group, _TAG_OF_MEETINGS)
+        self._has_met = True
+        if near is not None and self._serial < near.channels() // _KINDS:
+            self._lines = _Lines.of(near, self._serial, self._peers, self._check)
 
     def _check(self) -> None:
         """End a long wait that the watch, of any rank, has found to be for ever."""

@@ -231,6 +231,12 @@ class _Arena:
     free: dict[int, list[int]] = field(default_factory=dict)
     unread: list[_Unread] = field(default_factory=list)
 
+    def class_with_room(self, size_class: int, spare: int) -> int:
+        """The first of ``size_class`` and the ``spare`` classes above it that has a free region; it if none has."""
+        self.free.setdefault(size_class, [])
+        candidates = range(size_class, size_class + spare + 1)
+        return next((found for found in candidates if self.free.get(found)), size_class)
+
 
 class Neighbours:
     """The peers of a group that share this rank's host, and messages to and from them.
@@ -268,7 +274,6 @@ class Neighbours:
             check: Called now and then while a wait lasts.
         """
         words = self._mine.words
-        row = (_BOARD // _WORD) + channel * _ROW_WORDS
         with self._lock:
             region = self._take_region(_size_of(messages) + self._header, channel, number, check)
             head = region // _WORD
@@ -284,8 +289,54 @@ class Neighbours:
                         at += _padded(nbytes)
                 words[head + 2 * place] = 0
                 words[head + 2 * place + 1] = start
-            words[row + 1 + number % _RING] = region
-            words[row] = number + 1
+            self._announce(channel, number, region)
+
+    def post_pieces(
+        self,
+        channel: int,
+        number: int,
+        pieces: Sequence[Sequence[torch.Tensor]],
+        dtype: torch.dtype,
+        check: Check,
+    ) -> None:
+        """The same, of what lies in pieces: a neighbour finds its own ones without gaps between them, as ``dtype``.
+
+        Args:
+            channel: What they are.
+            number: How many of that channel came before.
+            pieces: For each neighbour, in the order of ``ranks``: 1-D tensors, expanded zeros among them.
+            dtype: What the neighbours read.
+            check: Called now and then while a wait lasts.
+        """
+        words = self._mine.words
+        sizes = [sum(piece.numel() for piece in of_one) * dtype.itemsize for of_one in pieces]
+        with self._lock:
+            room = sum(map(_padded, sizes)) + self._header
+            # Memory that a longer message has touched costs nothing more.
+            region = self._take_region(room, channel, number, check, spare=2)
+            head = region // _WORD
+            at = region + self._header
+            for place, (of_one, size) in enumerate(zip(pieces, sizes, strict=True)):
+                words[head + 2 * place] = 0
+                words[head + 2 * place + 1] = at
+                self._write(of_one, at, dtype)
+                at += _padded(size)
+            self._announce(channel, number, region)
+
+    def _write(self, pieces: Sequence[torch.Tensor], at: int, dtype: torch.dtype) -> None:
+        for piece in pieces:
+            nbytes = piece.numel() * dtype.itemsize
+            if piece.dtype is dtype and piece.is_contiguous():
+                ctypes.memmove(self._mine.address + at, piece.data_ptr(), nbytes)
+            else:
+                self._mine.bytes[at : at + nbytes].view(dtype).copy_(piece)
+            at += nbytes
+
+    def _announce(self, channel: int, number: int, region: int) -> None:
+        words = self._mine.words
+        row = (_BOARD // _WORD) + channel * _ROW_WORDS
+        words[row + 1 + number % _RING] = region
+        words[row] = number + 1
 
     def wait_for(self, channel: int, number: int, rank: int, check: Check) -> int:
         """Where message ``number`` of ``channel`` from ``rank`` begins in its segment, once it is there.
@@ -329,7 +380,10 @@ class Neighbours:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _take_region(self, nbytes: int, channel: int, number: int, check: Check) -> int:
+    def _take_region(
+        self, nbytes: int, channel: int, number: int, check: Check, *, spare: int = 0
+    ) -> int:
+        """A region of at least ``nbytes`` for a message; a free one may be up to ``spare`` size classes too large."""
         size_class = max(nbytes - 1, _PAGE - 1).bit_length()
         arena = self._arena
         self._collect_read()
@@ -339,13 +393,14 @@ class Neighbours:
             ahead = [
                 unread for unread in arena.unread if (unread.channel, unread.number) == on_ring
             ]
-            free = arena.free.setdefault(size_class, [])
-            is_full = not free and arena.end + (1 << size_class) > _SEGMENT
+            size_class = arena.class_with_room(size_class, spare)
+            is_full = not arena.free[size_class] and arena.end + (1 << size_class) > _SEGMENT
             if not ahead and not is_full:
                 break
             oldest = (arena.unread if is_full else ahead)[0].region
             self._poll(partial(self._is_read, oldest), self._unread_by(oldest), check)
             self._collect_read()
+        free = arena.free[size_class]
         if free:
             region = free.pop()
         else:

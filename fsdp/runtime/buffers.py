@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, Span
 from ..flat.slices import RankSlices
 from ..flat.views import layout_views
 
-__all__ = ["BufferPool", "GradBuffer"]
+__all__ = ["BufferPool", "GradBuffer", "RankCut"]
 
 _SMALL_BYTES = 4 << 20
 
@@ -69,6 +69,9 @@ class _Arena:
         self._last = None
 
 
+RankCut = tuple[tuple[int | None, int, int], ...]
+"""A rank's slice, stretch by stretch: of which slot (None: of none), and from where to where in it."""
+
 _Place = tuple[torch.dtype, torch.device, int]
 
 
@@ -84,6 +87,16 @@ class BufferPool:
         self._free: dict[_Place, list[_Arena]] = {}
         self._taken: dict[int, tuple[_Place, _Arena]] = {}
         self._large: _Place | None = None  # the class of large buffers that was last asked for
+        self._cuts: dict[int, tuple[FlatLayout, tuple[RankCut, ...]]] = {}
+
+    def cuts(self, layout: FlatLayout) -> tuple[RankCut, ...]:
+        """What each rank's slice of ``layout`` is made of."""
+        known = self._cuts.get(id(layout))
+        if known is None:
+            cuts = tuple(_rank_cut(layout, rank) for rank in range(layout.world_size))
+            # The layout is kept beside them, so that its id cannot be taken by another one.
+            known = self._cuts[id(layout)] = (layout, cuts)
+        return known[1]
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         """A buffer for ``layout``; give it back when nothing reads it any more."""
@@ -109,6 +122,18 @@ class BufferPool:
         for arena in self._free.get(self._large, ()) if self._large is not None else ():
             arena.free()
         self._large = None
+
+
+def _rank_cut(layout: FlatLayout, rank: int) -> RankCut:
+    stretches = [(slot.span, index) for index, slot in enumerate(layout.slots)]
+    tiles: list[tuple[Span, int | None]] = [*stretches, *((gap, None) for gap in layout.gaps)]
+    tiles.sort(key=lambda tile: tile[0].start)
+    cut: list[tuple[int | None, int, int]] = []
+    for span, slot in tiles:
+        held = span.clip(layout.owned(rank))
+        if held.numel:
+            cut.append((slot, held.start - span.start, held.stop - span.start))
+    return tuple(cut)
 
 
 def _is_large(place: _Place) -> bool:

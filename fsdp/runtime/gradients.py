@@ -20,13 +20,14 @@ from torch import nn
 from .. import _torch
 from ..errors import UsageError, describe
 from ..flat.handle import FlatParamHandle
+from ..flat.layout import FlatLayout
 from .buffers import GradBuffer
 from .guard import remember_accumulating
 
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Collected", "Gradients"]
+__all__ = ["Collected", "Gradients", "Lying"]
 
 _WORTH_NO_COPY = 256 << 10  # elements whose copy takes longer than it takes to do without
 
@@ -45,12 +46,31 @@ class Collected:
     used: Sequence[bool]
     pooled: bool
 
+    @property
+    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+        """What each rank's slice is made of."""
+        return [[piece] for piece in self.buffer.slices]
+
     def clear_unused(self) -> None:
         """Zero what holds no gradient, before the whole buffer is sent."""
         if False in self.used:
             for view, is_used in zip(self.buffer.views, self.used, strict=True):
                 if not is_used:
                     view.zero_()
+
+
+@dataclass(slots=True)
+class Lying:
+    """Gradients of one handle, where autograd has left them.
+
+    Attributes:
+        pieces: For each rank the 1-D tensors that tile its slice, in the dtypes they have; expanded zeros among them.
+        used: For each parameter whether there is a gradient.
+    """
+
+    pieces: Sequence[Sequence[torch.Tensor]]
+    used: Sequence[bool]
+    pooled = False
 
 
 @dataclass(slots=True)
@@ -121,6 +141,29 @@ class Gradients:
         self._collect(handle, collected)
         collected.clear_unused()
         return collected
+
+    def take_lying(self, handle: FlatParamHandle) -> Collected | Lying:
+        """The same, not copied if that can be avoided; what is returned is not to be written to."""
+        unit, layout = self._unit, handle.layout
+        avoids = not (unit.writes_to_whole or unit.root.differentiable or handle.has_tensor_shards)
+        grads = [leaf.grad for leaf in handle.unsharded.leaves]
+        if not avoids or handle in self._kept or not _lie_as(layout, grads):
+            return self.take(handle)
+        for leaf in handle.unsharded.leaves:
+            leaf.grad = None
+        nothing = torch.zeros((), dtype=unit.reduce_dtype(handle), device=handle.device)
+        flat = [
+            None if grad is None else grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+            for grad in grads
+        ]
+        pieces: list[list[torch.Tensor]] = []
+        for cut in unit.root.pool.cuts(layout):
+            of_rank: list[torch.Tensor] = []
+            for slot, start, stop in cut:
+                grad = None if slot is None else flat[slot]
+                of_rank.append(nothing.expand(stop - start) if grad is None else grad[start:stop])
+            pieces.append(of_rank)
+        return Lying(pieces, [grad is not None for grad in grads])
 
     def _take_whole(self, handle: FlatParamHandle) -> Collected | None:
         """The gradient of a large lone parameter (an embedding, say), where it can be sent from where it lies.
@@ -239,6 +282,14 @@ class Gradients:
             kept = [not is_dropped for is_dropped in dropped]
             collected.used = [a and b for a, b in zip(collected.used, kept, strict=True)]
         return collected
+
+
+def _lie_as(layout: FlatLayout, grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the elements of each gradient lie one after another as in its slot."""
+    return all(
+        grad is None or (grad.layout is torch.strided and grad.stride() == slot.stride)
+        for slot, grad in zip(layout.slots, grads, strict=True)
+    )
 
 
 def _copy(views: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:

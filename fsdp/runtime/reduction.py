@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _torch
-from ..comm.collectives import DONE, Reduce, Work, abandon
+from ..comm.collectives import DONE, DirectSums, InPieces, Pending, Reduce, Work, abandon
+from ..comm.direct import SHORTEST_SUM
 from ..comm.entry import raise_named
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
 from ..flat.parameter import set_grad
-from .gradients import Collected
+from .buffers import GradBuffer
+from .gradients import Collected, Lying
 from .guard import remember_accumulating
 from .param_hooks import run_post_accumulate_hooks
 from .streams import InTwo
@@ -45,9 +47,15 @@ class Part:
     """
 
     handle: FlatParamHandle
-    collected: Collected
+    collected: Collected | Lying
     out: torch.Tensor
     before: torch.Tensor | None = None
+
+    @property
+    def buffer(self) -> GradBuffer:
+        """Where the gradient is, which is in one place."""
+        assert isinstance(self.collected, Collected)
+        return self.collected.buffer
 
     @property
     def exposed_used(self) -> Sequence[bool]:
@@ -87,6 +95,7 @@ class Reduction:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self._direct = _direct_sums(unit)
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._reduced_over_shards = False
         self._stays = unit.replicate.size > 1 and not unit.requires_all_reduce
@@ -101,10 +110,7 @@ class Reduction:
         self._work = (
             DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
         )
-        pool = self.unit.root.pool
-        for part in self._parts:
-            if part.collected.pooled:
-                pool.give_back(part.collected.buffer)
+        self._let_gradients_go()
         for part in self._parts if not self._stays else ():
             run_post_accumulate_hooks(part.handle, part.exposed_used)
         self._parts = []
@@ -112,6 +118,17 @@ class Reduction:
             remember_accumulating(self.unit)
         elif self.unit.on_gradients is not None:
             self.unit.on_gradients()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nothing of it is on its way any more, so that it may be waited on at once."""
+        return self._direct is not None and self.unit.replicate.size == 1
+
+    def _let_gradients_go(self) -> None:
+        for part in self._parts:
+            if part.collected.pooled:
+                self.unit.root.pool.give_back(part.buffer)
+            part.collected = Lying((), part.collected.used)
 
     def _start(self) -> Work:
         apart = self.unit.replicate.size > 1 and self.unit.shard.size > 1
@@ -141,13 +158,15 @@ class Reduction:
 
     def _collect(self, handle: FlatParamHandle) -> Part:
         unit = self.unit
-        collected = unit.gradients.take(handle)
-        whole = collected.buffer.flat
-        if unit.predivide != 1.0:
-            whole.div_(unit.predivide)
-        out = whole
-        if unit.shard.size > 1:
-            out = torch.empty(handle.layout.shard_numel, dtype=whole.dtype, device=handle.device)
+        take = unit.gradients.take if self._direct is None else unit.gradients.take_lying
+        collected = take(handle)
+        if isinstance(collected, Collected) and unit.predivide != 1.0:
+            collected.buffer.flat.div_(unit.predivide)
+        if isinstance(collected, Collected) and unit.shard.size == 1:
+            out = collected.buffer.flat
+        else:
+            dtype = unit.reduce_dtype(handle)
+            out = torch.empty(handle.layout.shard_numel, dtype=dtype, device=handle.device)
         if handle not in unit.gradients.partial_sums:
             return Part(handle, collected, out)
         before, used = unit.gradients.partial_sums.pop(handle)
@@ -156,22 +175,32 @@ class Reduction:
 
     def _launch(self) -> Work:
         unit = self.unit
+        if self._direct is not None:
+            return self._sum(self._direct)
         if unit.comm_hook is not None:
             for part in self._parts:
-                unit.run_comm_hook(part.collected.buffer.flat, part.out)
+                unit.run_comm_hook(part.buffer.flat, part.out)
             if not unit.is_sharded:
                 return DONE
             # The hook has averaged over the shard axis only.
             return unit.replicate.all_reduce([part.out for part in self._parts])
-        reduces = [
-            Reduce(part.collected.buffer.flat, part.collected.buffer.slices, part.out)
-            for part in self._parts
-        ]
+        reduces = [Reduce(part.buffer.flat, part.buffer.slices, part.out) for part in self._parts]
         work = unit.step_shard.reduce_scatter(reduces)
         if work is not DONE:
             self._reduced_over_shards = True
             return work
         return self._over_replicas()
+
+    def _sum(self, direct: DirectSums) -> Work:
+        """Sum over the shard axis now, and let the gradients go before those of the next unit come."""
+        sums = [InPieces(part.collected.pieces, part.out) for part in self._parts]
+        try:
+            direct.sum_directly(sums)
+        except RuntimeError as error:
+            raise_named(self.unit.reducing, error)
+        self._let_gradients_go()
+        self._reduced_over_shards = True
+        return Pending(())
 
     def _over_replicas(self) -> Work:
         """Start the sum over the replicas, of this and of what earlier backwards left; or leave it to a later one."""
@@ -205,6 +234,22 @@ class Reduction:
         used = part.exposed_used
         publish(part.handle, grad, used)
         self.unit.root.usage.note(part.handle, grad, used)
+
+
+def _direct_sums(unit: Unit) -> DirectSums | None:
+    """What sums the gradients of ``unit`` from where they lie: only long messages, only between ranks of one host."""
+    if unit.unsharded_bytes < SHORTEST_SUM or unit.comm_hook is not None:
+        return None
+    collectives = unit.step_shard
+    nbytes = sum(
+        (handle.layout.padded_numel - handle.layout.shard_numel)
+        * unit.reduce_dtype(handle).itemsize
+        for handle in unit.handles
+        if handle.requires_grad
+    )
+    if isinstance(collectives, DirectSums) and collectives.sums_directly(nbytes):
+        return collectives
+    return None
 
 
 class OffloadedReduction(Reduction):

@@ -86,6 +86,40 @@ class Root:
         guard: On while a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_abandoned",
+        "_backward_done",
+        "_backward_frame",
+        "_entry_frame",
+        "_forwards",
+        "_in_flight",
+        "_in_flight_bytes",
+        "_order_is_agreed",
+        "_owner",
+        "_sequence",
+        "away",
+        "backward_task",
+        "changed",
+        "differentiable",
+        "entered_with_grad",
+        "guard",
+        "in_full_precision",
+        "lockstep",
+        "open_saves",
+        "order",
+        "order_check",
+        "pool",
+        "ranks_averaged",
+        "stack",
+        "started",
+        "streams",
+        "tree",
+        "uneven",
+        "units",
+        "usage",
+    )
+
     def __init__(self, units: Sequence[Unit], names: Sequence[str], top: nn.Module) -> None:
         self.units = tuple(units)
         self.order = ExecutionOrder()
@@ -194,7 +228,8 @@ class Root:
             unit.guard()
         if entry.index == 0:
             self.order.start_iteration()
-        self.streams.start_step()
+        if self.streams.start_step():
+            self.pool = BufferPool()  # a graph keeps the buffers that it was captured with
 
     def _follow_changes(self) -> None:
         """This is the first forward, or the modules may have changed."""
@@ -396,8 +431,12 @@ class Root:
             if len(self._in_flight) == 1 and self._in_flight[0].advance():
                 break  # its sum over the replicas runs beside this one over the shard axis
             self._wait_for_oldest()
+        reduction = unit.new_reduction(unit)
+        if reduction.at_once:
+            reduction.wait()
+            return
         self._in_flight_bytes += unit.unsharded_bytes
-        self._in_flight.append(unit.new_reduction(unit))
+        self._in_flight.append(reduction)
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight.popleft()

@@ -1,0 +1,275 @@
+"""Large gradients are summed at once between ranks of one host, from where autograd has left them.
+
+Oracles: the dense one-process model, and the same script through sockets, which sums from a buffer.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, ShardingStrategy
+from fsdp.comm import direct
+from fsdp.comm.collectives import InPieces
+from fsdp.comm.direct import CHUNK_BYTES, SHORTEST_SUM
+from fsdp.comm.process_group import PointToPointCollectives
+from fsdp.wrap import ModuleWrapPolicy
+from tests.support.compare import GRADIENTS, assert_close
+from tests.support.oracles import full_grads, mean_grads
+from tests.support.ranks import run_ranks
+
+BOTH = (False, True)
+WIDTH = 601  # a layer of 1.4 MiB
+
+
+class Layer(nn.Module):
+    """A weight and a bias, and a weight that not every call uses."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.rest = nn.Linear(width, width // 2)
+
+    def forward(self, x, *, whole):
+        x = self.linear(x).tanh()
+        return x + (self.rest(x).sum(1, keepdim=True) if whole else 0)
+
+
+class Model(nn.Module):
+    """Two large units in a small one."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Layer(width)
+        self.second = Layer(width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x, *, whole=True):
+        return self.last(self.second(self.first(x, whole=True), whole=whole)).sin().sum()
+
+
+def inputs(rank, step):
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def wrapped(**kwargs):
+    return FSDP(
+        Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), allow_unused="any_rank", **kwargs
+    )
+
+
+def train(model, rank, *, uses_all):
+    """Two backwards, one of them inside ``no_sync``, then another one that adds to their gradients."""
+    with model.no_sync() if isinstance(model, FSDP) else torch.enable_grad():
+        model(inputs(rank, 0)).backward()
+    for step in (1, 2):
+        model(inputs(rank, step), whole=uses_all(rank)).backward()
+
+
+class Counted:
+    """Counts direct sums of this process, and the gradients that are summed from where they lie."""
+
+    def __init__(self):
+        self.sums = self.lying = 0
+        sum_directly = PointToPointCollectives.sum_directly
+
+        def counting(collectives, sums):
+            self.sums += len(sums)
+            self.lying += sum(any(len(of_rank) > 1 for of_rank in one.pieces) for one in sums)
+            sum_directly(collectives, sums)
+
+        PointToPointCollectives.sum_directly = counting
+
+
+def gradients():
+    counted = Counted()
+    for uses_all in (lambda _: True, lambda rank: rank == 0):
+        ranks = range(dist.get_world_size())
+        expected = mean_grads(Model(), lambda m, rank: train(m, rank, uses_all=uses_all), ranks)  # noqa: B023
+        for orig in BOTH:
+            for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+                model = wrapped(use_orig_params=orig, sharding_strategy=strategy)
+                train(model, dist.get_rank(), uses_all=uses_all)
+                assert_close(expected, full_grads(model), GRADIENTS, none_is_zero=True)
+    # Two units, two reductions each, of which the first adds what no_sync has kept in a buffer.
+    assert counted.sums == 2 * 2 * 2 * 4
+    assert counted.lying == counted.sums // 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_those_of_the_dense_model(world_size):
+    run_ranks(gradients, world_size)
+
+
+def low_precision(alone):
+    if alone:
+        os.environ["FSDP_SHARED_MEMORY"] = "0"
+    counted = Counted()
+    found = []
+    for reduce_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = wrapped(mixed_precision=precision)
+        train(model, dist.get_rank(), uses_all=lambda rank: rank == 0)
+        found.append([param.grad.clone() for param in model.parameters()])
+    assert bool(counted.sums) is not alone
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_casts_and_sums_equal_those_through_sockets_bit_by_bit(world_size):
+    directly = run_ranks(low_precision, world_size, False)
+    through_sockets = run_ranks(low_precision, world_size, True)
+    for mine, theirs in zip(directly, through_sockets, strict=True):
+        for a, b in zip(chain(*mine), chain(*theirs), strict=True):
+            assert torch.equal(a, b)
+
+
+def hybrid():
+    counted = Counted()
+    ranks = range(dist.get_world_size())
+    uses_all = lambda _: True  # noqa: E731
+    expected = mean_grads(Model(), lambda m, rank: train(m, rank, uses_all=uses_all), ranks)
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    train(model, dist.get_rank(), uses_all=uses_all)
+    assert_close(expected, full_grads(model), GRADIENTS)
+    assert counted.sums == 4
+
+
+def test_sums_over_replicas_follow():
+    run_ranks(hybrid, 4)
+
+
+def small_units():
+    counted = Counted()
+    model = FSDP(nn.Linear(300, 300))  # 180 KiB a rank
+    model(torch.ones(1, 300)).sum().backward()
+    assert counted.sums == 0
+
+
+def test_small_units_go_on_being_reduced_beside_the_computation():
+    assert 300 * 300 * 4 // 2 < SHORTEST_SUM < WIDTH * WIDTH * 4 // 2
+    run_ranks(small_units, 2)
+
+
+def nothing_in_flight():
+    model = wrapped()
+    root = model._unit.root
+    stands = []
+    for unit in root.units[1:]:
+        unit.module.register_full_backward_pre_hook(
+            lambda *_: stands.append((len(root._in_flight), len(root.pool._taken)))
+        )
+    model(inputs(dist.get_rank(), 0)).backward()
+    assert stands == [(0, 0), (0, 0)]
+    assert not root.pool._free or max(place[2] for place in root.pool._free) < 16
+
+
+def test_nothing_of_a_large_reduction_stands_beside_the_next_backward():
+    run_ranks(nothing_in_flight, 2)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(rank, size, numel, dtype):
+    """This rank's part of each slice, cut differently on every rank, with zeros that take no memory."""
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randn(size * numel, generator=generator).to(dtype)
+    middle = numel // (2 + rank)
+    pieces = []
+    for part in whole.split(numel):
+        part[middle : middle + 5] = 0
+        zeros = torch.zeros((), dtype=dtype).expand(5)
+        pieces.append([part[:middle], zeros, part[middle + 5 :]])
+    return whole, pieces
+
+
+def chunks(chunk_bytes):
+    direct.CHUNK_BYTES = chunk_bytes
+    rank, size = dist.get_rank(), dist.get_world_size()
+    collectives = PointToPointCollectives(dist.group.WORLD)
+    assert collectives.sums_directly(SHORTEST_SUM)
+    assert not collectives.sums_directly(SHORTEST_SUM - 1)
+    for numels in ([10], [1023, 17, 4096], [70_001]):
+        sums, expected = [], []
+        for numel in numels:
+            wholes = [pieces_of(peer, size, numel, torch.float32)[0] for peer in range(size)]
+            expected.append(sum(whole.split(numel)[rank] for whole in wholes))
+            sums.append(
+                InPieces(pieces_of(rank, size, numel, torch.float32)[1], torch.empty(numel))
+            )
+        collectives.sum_directly(sums)
+        for one, total in zip(sums, expected, strict=True):
+            assert torch.equal(one.out, total)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_may_cut_their_gradients_differently(world_size):
+    for chunk_bytes in (CHUNK_BYTES, (4 << 10) + 64):
+        run_ranks(chunks, world_size, chunk_bytes)
+
+
+def memory():
+    size = dist.get_world_size()
+    collectives = PointToPointCollectives(dist.group.WORLD)
+    assert collectives.sums_directly(SHORTEST_SUM)
+    numel = 1 << 20
+    pieces = [[torch.ones(numel)] for _ in range(size)]
+    for _ in range(3):
+        collectives.sum_directly([InPieces(pieces, torch.empty(numel))])
+    arena = collectives._lines.reduces.neighbours._arena
+    return sum(len(regions) << bits for bits, regions in arena.free.items()) + sum(
+        1 << message.size_class for message in arena.unread
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_of_any_length_takes_two_chunks_of_memory(world_size):
+    assert run_ranks(memory, world_size) == [2 * CHUNK_BYTES] * world_size
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted():
+    """Rank 0 is interrupted in the middle of a sum; rank 1 notices nothing, and they go on together."""
+    rank = dist.get_rank()
+    model = wrapped()
+    model(inputs(rank, 0)).backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    send = direct.Line.send_pieces
+    sent = []
+
+    def interrupt(line, number, pieces, dtype):
+        sent.append(number)
+        if rank == 0 and len(sent) == 3:
+            raise KeyboardInterrupt
+        send(line, number, pieces, dtype)
+
+    direct.Line.send_pieces = interrupt
+    try:
+        out = torch.empty(300_000)
+        collectives = model._unit.root.units[1].shard
+        pieces = [[torch.full((300_000,), float(rank))] for _ in range(2)]
+        collectives.sum_directly([InPieces(pieces, out)])
+        assert rank == 1
+    except KeyboardInterrupt:
+        assert rank == 0
+    assert len(sent) == 5 + (rank == 0)
+    assert torch.equal(out, torch.ones(300_000))
+    model(inputs(rank, 0)).backward()
+    for before, param in zip(expected, model.parameters(), strict=True):
+        assert torch.equal(before, param.grad)
+
+
+def test_a_rank_that_is_interrupted_sends_the_rest_first():
+    run_ranks(interrupted, 2)
