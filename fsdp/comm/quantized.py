@@ -198,7 +198,12 @@ class QuantizedCollectives:
         if self._residuals is not None:
             lost = rows - arrives()
             # A step that overflowed is skipped, and must leave nothing behind.
-            self._residuals[index] = lost.nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+            lost = lost.nan_to_num_(0.0, 0.0, 0.0)
+            earlier = self._residuals.get(index)
+            if earlier is not None and earlier.shape == lost.shape:
+                earlier.copy_(lost)  # where it was: a captured graph reads it there
+            else:
+                self._residuals[index] = lost.to(torch.bfloat16)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """Exact.  Collective: as ``exact``."""

@@ -110,6 +110,7 @@ class OptimizerInBackward:
     ) -> None:
         self.optimizer = optimizer
         self.norm: torch.Tensor | None = None
+        self._earlier_norm: torch.Tensor | None = None  # stays where it is, for captured graphs
         self.steps = 0
         self._max_norm = max_norm
         self._accumulation_steps = accumulation_steps
@@ -194,8 +195,8 @@ class OptimizerInBackward:
         square = torch.stack([norm.to(device) for norm in norms if norm.numel()]).square().sum()
         before = self._squares.get(unit.group_key)
         self._squares[unit.group_key] = square if before is None else before + square
-        if self.norm is not None:
-            factor = torch.clamp(self._max_norm / (self.norm + _EPSILON), max=1.0)
+        if self._earlier_norm is not None:
+            factor = torch.clamp(self._max_norm / (self._earlier_norm + _EPSILON), max=1.0)
             _torch.foreach_mul(grads, factor.to(grads[0].device))
 
     def _end(self) -> None:
@@ -212,6 +213,9 @@ class OptimizerInBackward:
         self.steps += 1
         if self._max_norm is not None:
             self.norm = self._agree_on_norm()
+            if self._earlier_norm is None:
+                self._earlier_norm = torch.empty_like(self.norm)
+            self._earlier_norm.copy_(self.norm)
         self._squares.clear()
 
     @torch.no_grad()

@@ -8,16 +8,17 @@ Note [Stream order]
     what must come first                    what waits                   without it
     ======================================  ===========================  =============================================
     optimizer step (compute)                gather of the next forward   a gather would read half-updated shards
-    last use of a unit (compute), recorded  any later gather             the allocator may hand the freed storage to the
-    when it is resharded                                                 next gather while compute still reads it
+    last use of a unit (compute), recorded  the gather stream, before    the allocator may hand the freed storage to the
+    when it is resharded                    the storage is freed         next gather while compute still reads it
     gather                                  compute, at first use        compute would read unfilled parameters
     user's write into a shard (compute)     gather, if it is noticed in  a gather would read the old values
                                             the middle of a forward
     copy into the reduce buffer (compute)   reduce                       the reduce would send half-filled gradients
     reduce                                  replicate                    unfinished sums would be summed over replicas
     reduce, replicate, scale, publish       compute, end of backward     the optimizer would read unfinished gradients
-    reduce                                  compute, before the buffer   a later copy would overwrite gradients that are
-                                            is filled again              still being sent
+    reduce                                  every stream that computed   a later copy would overwrite gradients that are
+                                            in this step, before the     still being sent
+                                            buffer is filled again
     ======================================  ===========================  =============================================
 
     Where shards rest on the host (``flat.offloaded``) the copy to the device is the first thing a gather does, on the
@@ -40,18 +41,41 @@ Note [Stream order]
     Gathered storages are allocated and freed in the gather stream's pool only and reduce buffers in the compute
     stream's only, so no tensor needs ``record_stream``, and memory comes back in program order.  The second row also
     bounds gathers in flight on the device, without blocking the host.
+
+Note [One set of streams]
+    All models of a process share the streams of a device.  torch hands out 32 streams of a priority in turn, so with
+    streams of their own the gathers of one model might run where the reductions of another do, and take memory from
+    one pool that only the other knows to be in use.
+
+Note [Captured steps]
+    A step may be captured in a CUDA graph.  What is captured may wait for nothing that is not, nor the other way round,
+    so streams that computed before the capture began, with the device idle, or before it ended are not waited for.
+    A capture ends with every stream joined that it has reached; the gather stream is, at the end of each forward and
+    backward.  A graph goes on using the memory it was captured with, so buffers are the graph's own: ``start_step``
+    says when others are due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..comm.collectives import Work, abandon
+from ..errors import UnsupportedError, describe
 
-__all__ = ["DeviceStreams", "HostStreams", "InTwo", "Streams", "capturing", "streams_for"]
+__all__ = [
+    "DeviceStreams",
+    "HostStreams",
+    "InTwo",
+    "Lanes",
+    "Streams",
+    "capturing",
+    "streams_for",
+]
 
 
 class Streams(Protocol):
@@ -59,8 +83,12 @@ class Streams(Protocol):
 
     host_synchronous: bool
 
-    def start_step(self) -> None:
-        """A forward begins: let gathers see what compute has written into shards so far (the optimizer step)."""
+    def start_step(self) -> bool:
+        """A forward begins: let gathers see what compute has written into shards so far (the optimizer step).
+
+        Returns:
+            Whether a captured graph has begun or ended since the last one (see Note [Captured steps]).
+        """
 
     def shards_written(self) -> None:
         """Let gathers see what compute has written into shards just now."""
@@ -100,8 +128,9 @@ class HostStreams:
 
     host_synchronous = True
 
-    def start_step(self) -> None:
-        """Nothing to order."""
+    def start_step(self) -> bool:
+        """Nothing to order, and nothing captured."""
+        return False
 
     def shards_written(self) -> None:
         """Nothing to order."""
@@ -176,62 +205,82 @@ class InTwo:
         abandon(self._work)
 
 
+class Lanes(NamedTuple):
+    """The streams of one device beside compute (see Note [One set of streams]).
+
+    Attributes:
+        module: What has the device's streams: ``torch.cuda`` or the like.
+        gather: Gathers run on it.
+        reduce: Reductions.
+        replicate: Sums over replicas.
+    """
+
+    module: Any
+    gather: Any
+    reduce: Any
+    replicate: Any
+
+    @classmethod
+    def made_by(cls, module: Any, device: torch.device) -> Lanes:
+        """New ones."""
+        gather, reduce, replicate = (module.Stream(device=device, priority=-1) for _ in range(3))
+        return cls(module, gather, reduce, replicate)
+
+
+@functools.cache
+def _lanes_of(device: torch.device) -> Lanes:
+    """Those of all models on ``device``."""
+    return Lanes.made_by(torch.get_device_module(device), device)
+
+
 class DeviceStreams:
     """An accelerator with streams and events.
 
     Args:
         device: Which one.
-        module: What has its streams, if not ``torch.cuda`` or the like.
+        lanes: Its streams, if not those of all models there.
     """
 
     host_synchronous = False
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        self._module: Any = torch.get_device_module(device) if module is None else module
+    def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
         self._device = device
-        self._gather = self._module.Stream(device=device, priority=-1)
-        self._reduce = self._module.Stream(device=device, priority=-1)
-        self._replicate = self._module.Stream(device=device, priority=-1)
-        self._users: dict[
-            Any, None
-        ] = {}  # streams that have computed with gathered parameters in this step
-        self._releases: dict[Any, Any] = {}  # how far each of them was, until gathers know of it
+        self._module, self._gather, self._reduce, self._replicate = lanes or _lanes_of(device)
+        self._users: dict[Any, None] = {}  # streams that have computed in this step
+        self._captured = False  # whether this step was being captured when it began
 
-    def start_step(self) -> None:
+    def start_step(self) -> bool:
         """Gathers of this forward come after all that the current stream has been given."""
-        if capturing(self._module):
-            # Capture began with an idle device, and may not wait for what was recorded before it.
-            self._releases.clear()
+        before, self._captured = self._captured, capturing(self._module)
         self._users.clear()
         self.shards_written()
+        return before is not self._captured
 
     def shards_written(self) -> None:
         """The gather stream waits for the compute stream."""
         # Order: optimizer step (compute) -> gather.  Without it shards are read while they are updated.
-        self._gather.wait_stream(self._module.current_stream(self._device))
+        self._gather.wait_stream(self._current())
 
     def run_gather(self, launch: Callable[[], Work]) -> Work:
         """Launch on the gather stream; the result is an event."""
-        for event in self._releases.values():
-            # Order: last use of freed storage (compute) -> gather.  Without it live parameters are overwritten.
-            self._gather.wait_event(event)
-        self._releases.clear()
         with self._module.stream(self._gather):
             launch().wait()
-            return self._event_work(self._gather, self._users)
+            return _Gathered(self, self._recorded(self._gather))
 
     def run_reduce(
         self, launch: Callable[[], Work], finish: Callable[[], None], *, apart: bool = False
     ) -> Work:
         """Launch on the reduce stream, finish there or on one of its own; the result is an event."""
+        current = self._current()
+        self._users[current] = None
         # Order: copy into the reduce buffer (compute) -> reduce.  Without it unfinished gradients are sent.
-        self._reduce.wait_stream(self._module.current_stream(self._device))
+        self._reduce.wait_stream(current)
         with self._module.stream(self._reduce):
             launch().wait()
         last = self._after_reduce() if apart else self._reduce
         with self._module.stream(last):
             finish()
-        return self._event_work(last)
+        return _Reduced(self, self._recorded(last))
 
     def _after_reduce(self) -> Any:
         # Order: reduce-scatter -> all-reduce over replicas.  Without it unfinished sums are summed.
@@ -246,17 +295,47 @@ class DeviceStreams:
         # Order: copy of the gradient (reduce) -> host.  Without it a gradient that has half arrived is published.
         return _Then(_HostWork(self._recorded(self._reduce)), arrived)
 
-    def end_step(self) -> None:
-        """Nothing to order: shards are on the device."""
-
     def released(self) -> None:
-        """Remember how far compute is, on every stream it has used: the current one may not be where it ran."""
-        current = self._module.current_stream(self._device)
-        for stream in {**self._users, current: None}:
-            self._releases[stream] = self._recorded(stream)
+        """The gather stream waits for all that have computed: the current one may not be where that was.
 
-    def _event_work(self, stream: Any, users: dict[Any, None] | None = None) -> Work:
-        return _EventWork(self._module, self._device, self._recorded(stream), users)
+        At once and not when it gathers again: an allocator may follow the stream's own order when it takes memory back
+        (``cudaMallocAsync`` does), and other code may have been handed the same stream.
+        """
+        for stream in self._computing():
+            # Order: last use of freed storage (compute) -> gather.  Without it live parameters are overwritten.
+            self._gather.wait_event(self._recorded(stream))
+
+    def end_step(self) -> None:
+        """A capture has to join the gather stream; nothing to order otherwise."""
+        if capturing(self._module):
+            self._current().wait_stream(self._gather)
+
+    def use_after(self, gather: Any) -> None:
+        """The current stream waits for a ``gather`` (an event), and takes part in the step from now on."""
+        stream = self._current()
+        # Order: gather -> use of the parameters (compute).  Without it unfilled memory is read.
+        stream.wait_event(gather)
+        self._users[stream] = None
+
+    def reuse_after(self, reduction: Any) -> None:
+        """All streams that have computed in this step wait for a ``reduction`` (an event).
+
+        Any of them may own the memory that was sent: it goes back to the pool that it came from, and a buffer of ours
+        to whichever unit is next.
+        """
+        for stream in self._computing():
+            # Order: reduction -> whatever fills its memory again.  Without it gradients change while they are sent.
+            stream.wait_event(reduction)
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def _computing(self) -> Iterable[Any]:
+        """The current stream and those that have computed in this step, unless a capture has begun or ended since."""
+        current = self._current()
+        if self._users.keys() <= {current} or capturing(self._module) is not self._captured:
+            return (current,)
+        return {**self._users, current: None}
 
     def _recorded(self, stream: Any) -> Any:
         event = self._module.Event()
@@ -266,6 +345,21 @@ class DeviceStreams:
 
 class HostReadingStreams(DeviceStreams):
     """An accelerator whose gathers begin with a copy from the host."""
+
+    def start_step(self) -> bool:
+        """As on any accelerator.
+
+        Raises:
+            UnsupportedError: While a graph is captured, which would read the host's memory of now for ever.
+        """
+        if capturing(self._module):
+            raise UnsupportedError(
+                describe(
+                    "a step with offloaded parameters was captured in a graph, which can not wait for the host",
+                    remedy="Run offloaded steps uncaptured, or wrap without cpu_offload.",
+                )
+            )
+        return super().start_step()
 
     def end_step(self) -> None:
         """The host waits for every copy from its shards; the device still has the computation after them to do."""
@@ -292,22 +386,25 @@ def capturing(module: Any) -> bool:
     return asked is not None and bool(asked())
 
 
-class _EventWork:
-    """Work whose end is an event; waiting makes the current stream wait, never the host, and enters it in ``users``."""
+@dataclass(slots=True)
+class _Gathered:
+    """A gather whose end is an event; waiting makes the current stream wait, never the host."""
 
-    __slots__ = ("_device", "_event", "_module", "_users")
-
-    def __init__(
-        self, module: Any, device: torch.device, event: Any, users: dict[Any, None] | None
-    ) -> None:
-        self._module = module
-        self._device = device
-        self._event = event
-        self._users = users
+    streams: DeviceStreams
+    event: Any
 
     def wait(self) -> None:
-        """Order: communication -> what the current stream runs next."""
-        stream = self._module.current_stream(self._device)
-        stream.wait_event(self._event)
-        if self._users is not None:
-            self._users[stream] = None
+        """Order: gather -> what the current stream runs next."""
+        self.streams.use_after(self.event)
+
+
+@dataclass(slots=True)
+class _Reduced:
+    """A reduction whose end is an event; waiting makes streams wait, never the host."""
+
+    streams: DeviceStreams
+    event: Any
+
+    def wait(self) -> None:
+        """Order: reduction -> what computes next."""
+        self.streams.reuse_after(self.event)

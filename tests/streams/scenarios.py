@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fsdp.flat.parameter
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm.compression import Compression
@@ -19,11 +21,11 @@ from fsdp.comm.hooks import LowPrecisionState, bf16_compress_hook
 from fsdp.optim.in_backward import apply_optimizer_in_backward
 from fsdp.runtime.held import units_in
 from fsdp.runtime.root import Root
-from fsdp.runtime.streams import DeviceStreams
+from fsdp.runtime.streams import DeviceStreams, Lanes
 from fsdp.wrap import ModuleWrapPolicy
 from tests.streams.simulator import Machine
 from tools.bench.loopback import loopback_group
-from tools.bench.loopback_link import FREE, DeviceLink, Network
+from tools.bench.loopback_link import FREE, DeviceLink, Link, Network
 
 CPU = torch.device("cpu")
 DIM = 8
@@ -72,6 +74,75 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Straight(Block):
+    """Without the sum, since the simulator does not know on which stream autograd adds up two gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+class Alternating(Model):
+    """Blocks compute on three streams in turn; each waits for the one before it."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(6, block=Straight)
+        self.machine = machine
+        self.streams = [machine.Stream() for _ in range(3)]
+        # Activations, since nothing here knows of `record_stream`.
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        caller = before = self.machine.current_stream()
+        for index, block in enumerate(self.blocks):
+            stream = self.streams[index % 3]
+            stream.wait_stream(before)
+            with self.machine.stream(stream):
+                x = block(x)
+            self.kept.append(x)
+            before = stream
+        caller.wait_stream(before)
+        return self.head(x)
+
+
+class Edited(Block):
+    """Scales its weight in every forward, as layers that keep it normalised do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Table(Block):
+    """Has a unit with a lone large parameter, whose gradient is reduced from where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding((256 << 10) // DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.table(torch.arange(3))
+
+
+class OnTheSpot:
+    """A link without a wire: collectives run on the stream that launches them, as NCCL's do, in no other order.
+
+    NCCL runs those of one communicator in turn, but nobody promises that.
+    """
+
+    def carry(self, seconds: float, move: Callable[[], None]) -> OnTheSpot:
+        move()
+        return self
+
+    def wait(self) -> None:
+        """The current stream has it."""
+
+    def future(self, values: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(values))
+        return future
+
+
 @dataclass
 class World:
     """A wrapped model on a simulated machine."""
@@ -80,6 +151,7 @@ class World:
     model: FSDP
     optimizer: torch.optim.Optimizer
     root: Root
+    lanes: Lanes
 
     def loss(self, seed: int = 0) -> torch.Tensor:
         """The loss of a batch."""
@@ -108,6 +180,7 @@ def world(
     hybrid: bool = False,
     prepare: Callable[[FSDP], object] = id,
     in_backward: bool = False,
+    max_norm: float | None = None,
     **options: Any,
 ) -> Iterator[World]:
     """A world in which the engine takes ``machine`` for its accelerator.
@@ -121,28 +194,36 @@ def world(
         hybrid: Shard over two ranks, replicate over two.
         prepare: Called with the wrapped model.
         in_backward: Step the optimizer in the backward.
+        max_norm: Bound of the gradients' norm there.
         options: Further arguments of the wrapper.
     """
-    links = [DeviceLink(machine, CPU, machine.spin) for _ in range(2)]
-    with loopback_group(world_size, network, links={CPU: links[0]}) as fabric:
+    lanes = Lanes.made_by(machine, CPU)  # first, for the names of the streams
+    # On accelerators freed storages point nowhere.
+    nowhere = mock.patch.object(fsdp.flat.parameter, "freed_storage", return_value=None)
+    links: list[Link] = [OnTheSpot(), OnTheSpot()]
+    if network is not FREE:
+        links = [DeviceLink(machine, CPU, machine.spin) for _ in links]
+    with nowhere, loopback_group(world_size, network, links={CPU: links[0]}) as fabric:
         torch.manual_seed(0)
         if hybrid:
             fabric.links_of[0, 2] = {CPU: links[1]}  # replicas are on other nodes
             options["process_group"] = (dist.new_group([0, 1]), dist.new_group([0, 2]))
         wrapped = FSDP(
             Model() if model is None else model,
-            auto_wrap_policy=ModuleWrapPolicy({Block, Adapted}),
+            auto_wrap_policy=ModuleWrapPolicy(
+                {Block, Straight, Adapted, Edited, Table, nn.Embedding}
+            ),
             use_orig_params=orig,
             **options,
         )
         prepare(wrapped)
         (root,) = {unit.root for unit in units_in(wrapped)}
-        root.streams = DeviceStreams(CPU, machine)
+        root.streams = DeviceStreams(CPU, lanes)
         # Of the simplest kind: the step counts of others are read by the host.
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
         if in_backward:
-            apply_optimizer_in_backward(wrapped, optimizer)
-        yield World(machine, wrapped, optimizer, root)
+            apply_optimizer_in_backward(wrapped, optimizer, max_norm=max_norm)
+        yield World(machine, wrapped, optimizer, root, lanes)
 
 
 def train(w: World) -> None:
@@ -306,6 +387,40 @@ def forget_a_forward_of_another_stream(w: World) -> None:
     w.step()
 
 
+def beside_a_second_model(w: World) -> None:
+    """Forwards and backwards of two models in turn, as of a student and a critic."""
+    other = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    (root,) = {unit.root for unit in units_in(other)}
+    root.streams = DeviceStreams(CPU, w.lanes)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(7))
+    for seed in range(3):
+        loss, second = w.loss(seed), other(x).sum()
+        loss.backward()
+        w.update()
+        w.loss(seed + 1).backward()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        w.update()
+
+
+def beside_code_on_the_same_streams(w: World) -> None:
+    """torch hands out its streams in turn, so other code may come to use those of ours, and their memory."""
+
+    def use() -> None:
+        for stream in (w.lanes.gather, w.lanes.replicate):
+            with w.machine.stream(stream):
+                torch.zeros(64)
+
+    hooks = [block.register_forward_hook(lambda *_: use()) for block in w.model.module.blocks]
+    for seed in range(2):
+        w.step(seed)
+        use()
+    for hook in hooks:
+        hook.remove()
+
+
 def follow_others(w: World) -> None:
     """What ``Join`` has a rank without data do."""
     w.root.lockstep.on = True
@@ -334,6 +449,8 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
         backward_from_another_stream,
         evaluate_on_another_stream,
         forget_a_forward_of_another_stream,
+        beside_a_second_model,
+        beside_code_on_the_same_streams,
         follow_others,
     )
 }
@@ -347,6 +464,11 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _leave_tables_sharded(model: FSDP) -> None:
+    for block in model.module.blocks:
+        block.module.table.set_unshard_in_backward(False)
+
+
 BF16 = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "flat": lambda: {"orig": False},
@@ -354,12 +476,19 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "zero2": lambda: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "no_shard": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "bf16": lambda: {"mixed_precision": BF16},
+    "bf16 sums": lambda: {"mixed_precision": MixedPrecision(torch.bfloat16)},
     "low precision gradients": lambda: {
         "mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
     },
     "checkpointed": lambda: {"model": Model(checkpointed=True)},
     "frozen": lambda: {"model": _frozen()},
     "adapted": lambda: {"model": Model(block=Adapted)},
+    "edited": lambda: {"model": Model(block=Edited)},
+    "tables": lambda: {"model": Model(3, block=Table)},
+    "tables not gathered in backwards": lambda: {
+        "model": Model(3, block=Table),
+        "prepare": _leave_tables_sharded,
+    },
     "any_rank": lambda: {"allow_unused": "any_rank"},
     "no prefetch": lambda: {"backward_prefetch": None},
     "hybrid": lambda: {"hybrid": True, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},

@@ -40,11 +40,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.streams.capture import Capture
+
 __all__ = ["Machine", "Race"]
 
 Clock = dict[int, int]  # stream -> how many of its operations are known to have finished
 
 _SYNCHRONISES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
+_TOUCHES_NO_MEMORY = ("aten::empty", "aten::set_")
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -66,12 +69,14 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """What is launched from now on comes after what the event recorded."""
         if not self.machine.drops_this_wait():
+            self.machine.note_wait(self, event.capture)
             _join(self.clock, event.clock)
             self.now = max(self.now, event.time)
 
     def wait_stream(self, other: Stream) -> None:
         """What is launched from now on comes after what ``other`` has been given so far."""
         if not self.machine.drops_this_wait():
+            self.machine.note_wait(self, self.machine.capture_of(other))
             _join(self.clock, other.clock)
             self.now = max(self.now, other.now)
 
@@ -88,18 +93,20 @@ class Event:
     def __init__(self, **_: Any) -> None:
         self.clock: Clock = {}
         self.time = 0.0
+        self.capture: Capture | None = None
         self._machine: Machine | None = None
 
     def record(self, stream: Stream) -> None:
         """Remember how far ``stream`` is."""
         self.clock = dict(stream.clock)
         self.time = stream.now
+        self.capture = stream.machine.capture_of(stream)
         self._machine = stream.machine
 
     def synchronize(self) -> None:
         """The host waits for what was recorded."""
         if self._machine is not None and not self._machine.drops_this_wait():
-            self._machine.synchronisations.append("event")
+            self._machine.host_waits("event")
             _join(self._machine.host, self.clock)
 
 
@@ -128,6 +135,8 @@ class Race:
     second: str
 
     def __str__(self) -> str:
+        if not self.first and not self.second:
+            return self.what
         return f"{self.what}: {self.second} is not ordered after {self.first}"
 
 
@@ -138,6 +147,8 @@ class _Block:
     pool: int
     after: list[Access] = field(default_factory=list)  # what used the pool's memory before
     accesses: list[Access] = field(default_factory=list)
+    made_in: Capture | None = None
+    used_in: set[Capture] = field(default_factory=set)
 
 
 class Machine:
@@ -166,7 +177,7 @@ class Machine:
         self.dropped = dropped
         self.drops = 0
         self._watched_file = watched_file
-        self._names = iter(("compute", "gather", "reduce", "wire", "mover", *map(str, range(99))))
+        self._names = iter(("compute", "gather", "reduce", "replicate", *map(str, range(99))))
         self._current = self.Stream()
         self._host = Stream(self, "the host")
         self._resting: set[int] = set()
@@ -174,6 +185,7 @@ class Machine:
         self._living: dict[int, StorageWeakRef] = {}
         self._freed: dict[int, list[Access]] = {}
         self._reported: set[Race] = set()
+        self._capture: Capture | None = None
 
     # -- what code under test calls -----------------------------------------------------------------------------------
 
@@ -195,8 +207,25 @@ class Machine:
             self._current = before
 
     def is_current_stream_capturing(self) -> bool:
-        """No graph is captured here."""
-        return False
+        """Whether what is launched now becomes part of a graph."""
+        return self.capture_of(self._current) is not None
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Capture]:
+        """Capture what is launched inside, on a stream of its own, as ``torch.cuda.graph`` does."""
+        self.synchronize()
+        self._capture = Capture(self.Stream(), self.forbid)
+        self._capture.origin.tick()
+        try:
+            with self.stream(self._capture.origin):
+                yield self._capture
+        finally:
+            self._capture.end()
+
+    def replay(self, graph: Capture) -> None:
+        """The current stream runs ``graph``, which has been captured."""
+        for stream in graph.streams:
+            _join(self._current.clock, stream.clock)
 
     def spin(self, seconds: float) -> None:
         """Time passes on the current stream."""
@@ -216,6 +245,7 @@ class Machine:
 
     def synchronize(self) -> None:
         """The host waits for everything, as a user may at any time."""
+        self.host_waits("synchronize", counts=False)
         for stream in self.streams:
             _join(self.host, stream.clock)
 
@@ -272,9 +302,32 @@ class Machine:
         before, self._current = self._current, stream
         return before
 
+    def capture_of(self, stream: Stream) -> Capture | None:
+        """The graph that ``stream`` is captured in now."""
+        capture = self._capture
+        return capture if capture is not None and capture.takes_part(stream) else None
+
+    def note_wait(self, stream: Stream, recorded_in: Capture | None) -> None:
+        """``stream`` waits for what was recorded in a capture, or in none."""
+        if recorded_in is not None and recorded_in.ended:
+            self.forbid(f"{stream.name} waits for what an ended capture recorded")
+        elif self._capture is not None:
+            self._capture.wait(stream, recorded_in)
+
+    def host_waits(self, operation: str, *, counts: bool = True) -> None:
+        """The host waits for something."""
+        if counts:
+            self.synchronisations.append(operation)
+        if self._capture is not None and not self._capture.ended:
+            self.forbid(f"the host waits inside a capture, in {operation}")
+
+    def forbid(self, what: str) -> None:
+        """What captured graphs do not allow has been done."""
+        self._report(what, "", "")
+
     def synchronise(self, operation: str) -> None:
         """The host waits for the current stream."""
-        self.synchronisations.append(operation)
+        self.host_waits(operation)
         _join(self.host, self._current.clock)
 
     def rests_on_host(self, tensor: torch.Tensor) -> None:
@@ -294,6 +347,9 @@ class Machine:
         """One operation on the current stream, or the host's own."""
         self.operations += 1
         stream = self._host if self.is_hosts([*reads, *writes]) else self._current
+        capture = self._capture
+        if capture is not None and not capture.ended and not capture.takes_part(stream):
+            self.forbid(f"{name} on {stream.name} takes no part in the capture that runs")
         clock = stream.tick()
         stream.now += self.costs.get(name, 0.0)
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -330,11 +386,14 @@ class Machine:
     def _start(self, storage: torch.UntypedStorage) -> None:
         key, pool = storage._cdata, self._current.number
         self._living[key] = StorageWeakRef(storage)
-        self._blocks[key] = _Block(pool, list(self._freed.get(pool, ())))
+        made_in = self.capture_of(self._current)
+        self._blocks[key] = _Block(pool, list(self._freed.get(pool, ())), made_in=made_in)
 
     def _release(self, key: int) -> None:
         block = self._blocks.get(key)
         if block is not None:
+            if block.used_in - {block.made_in}:
+                self.forbid(f"memory that a graph uses is freed: last {block.accesses[-1]}")
             freed = self._freed.setdefault(block.pool, [])
             latest = {access.stream: access for access in (*freed, *block.accesses, *block.after)}
             for access in (*freed, *block.accesses):
@@ -363,6 +422,9 @@ class Machine:
             if earlier.conflicts(access) and clock.get(earlier.stream, 0) < earlier.tick:
                 self._race("the same memory", earlier, access)
         block.accesses.append(access)
+        capture = self.capture_of(stream)
+        if capture is not None:
+            block.used_in.add(capture)
 
     def _race(self, what: str, first: Access, second: Access) -> None:
         self._report(what, self._describe(first), self._describe(second))
@@ -422,7 +484,7 @@ class _Watch(TorchDispatchMode):
             machine.allocated(tensor)
             if machine.is_hosts([*reads, *writes]):
                 machine.rests_on_host(tensor)
-        if not schema.name.startswith("aten::empty"):
+        if not schema.name.startswith(_TOUCHES_NO_MEMORY):
             machine.operation(schema.name, reads, [*writes, *made])
         return result
 

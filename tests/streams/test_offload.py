@@ -7,7 +7,7 @@ import pytest
 from fsdp import CPUOffload
 from fsdp.flat.home import HostMemory
 from fsdp.flat.offloaded import OffloadedHandle
-from fsdp.runtime.streams import HostReadingStreams
+from fsdp.runtime.streams import HostReadingStreams, Lanes
 from tests.streams.scenarios import CPU, SCENARIOS, World, world
 from tests.streams.simulator import Machine
 from tests.streams.test_order import STREAMS
@@ -31,7 +31,7 @@ def races(machine, scenario, monkeypatch, *, orig=True, kind="parameters"):
 
     monkeypatch.setattr(HostMemory, "empty", resting)
     with world(machine, orig=orig, cpu_offload=KINDS[kind]) as w:
-        w.root.streams = HostReadingStreams(CPU, machine)
+        w.root.streams = HostReadingStreams(CPU, Lanes.made_by(machine, CPU))
         handles = [handle for unit in w.root.units for handle in unit.handles]
         assert all(isinstance(handle, OffloadedHandle) for handle in handles)
         assert all(machine.is_hosts([handle.flat_param]) for handle in handles)

@@ -61,9 +61,14 @@ def _tokens(rank: int, step: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (2, 6), generator=_generator(rank, step))
 
 
+def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """In the target's dtype: torch 2.11 has no gradient of the loss of a low-precision output and another target."""
+    return F.mse_loss(output.to(target.dtype), target)
+
+
 def _regression(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, target = batch
-    return F.mse_loss(model(x), target)
+    return _squared_error(model(x), target)
 
 
 def _next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -341,7 +346,7 @@ def _routed(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def _routed_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, int]) -> torch.Tensor:
     x, target, choice = batch
-    return F.mse_loss(model(x, choice=choice), target)
+    return _squared_error(model(x, choice=choice), target)
 
 
 class Named(NamedTuple):
@@ -401,7 +406,7 @@ class Outputs(nn.Module):
 def _outputs_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     record = model(batch[0])
     sides = torch.stack([side.square().mean() for side in record.extras]).sum()
-    return F.mse_loss(record.hidden, batch[1]) + sides
+    return _squared_error(record.hidden, batch[1]) + sides
 
 
 class Generator(nn.Module):
