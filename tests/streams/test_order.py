@@ -67,9 +67,12 @@ def test_units_may_compute_on_several_streams(options, monkeypatch):
     monkeypatch.setattr(fsdp.runtime.root, "_SMALL_BYTES", 0)  # reductions are waited for early
     machine = Machine()
     model = Alternating(machine)
-    with world(machine, model=model, **OPTIONS[options]()) as w:
-        with machine.watching(), machine.autograd():
-            train(w)
+    with (
+        world(machine, model=model, **OPTIONS[options]()) as w,
+        machine.watching(),
+        machine.autograd(),
+    ):
+        train(w)
     assert not machine.races, "\n".join(map(str, machine.races))
 
 
