@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _torch
-from ..comm.collectives import DONE, DirectSums, InPieces, Pending, Reduce, Work, abandon
+from ..comm.collectives import DONE, DirectSums, InPieces, Reduce, Work, abandon
 from ..comm.direct import SHORTEST_SUM
 from ..comm.entry import raise_named
 from ..flat.handle import FlatParamHandle
@@ -110,7 +110,7 @@ class Reduction:
         self._work = (
             DONE  # it holds this object's own methods: a cycle that would keep the buffers alive
         )
-        self._let_gradients_go()
+        self._give_buffers_back()
         for part in self._parts if not self._stays else ():
             run_post_accumulate_hooks(part.handle, part.exposed_used)
         self._parts = []
@@ -124,15 +124,15 @@ class Reduction:
         """Whether nothing of it is on its way any more, so that it may be waited on at once."""
         return self._direct is not None and self.unit.replicate.size == 1
 
-    def _let_gradients_go(self) -> None:
+    def _give_buffers_back(self) -> None:
         for part in self._parts:
             if part.collected.pooled:
                 self.unit.root.pool.give_back(part.buffer)
-            part.collected = Lying((), part.collected.used)
 
     def _start(self) -> Work:
         apart = self.unit.replicate.size > 1 and self.unit.shard.size > 1
-        if apart and self.unit.root.streams.host_synchronous and self.unit.comm_hook is None:
+        in_two = apart and self._direct is None and self.unit.comm_hook is None
+        if in_two and self.unit.root.streams.host_synchronous:
             return InTwo(self._launch(), self._over_replicas, self._publish)
         return self.unit.root.streams.run_reduce(self._launch, self._finish, apart=apart)
 
@@ -176,7 +176,8 @@ class Reduction:
     def _launch(self) -> Work:
         unit = self.unit
         if self._direct is not None:
-            return self._sum(self._direct)
+            self._sum(self._direct)
+            return self._over_replicas()
         if unit.comm_hook is not None:
             for part in self._parts:
                 unit.run_comm_hook(part.buffer.flat, part.out)
@@ -191,16 +192,16 @@ class Reduction:
             return work
         return self._over_replicas()
 
-    def _sum(self, direct: DirectSums) -> Work:
+    def _sum(self, direct: DirectSums) -> None:
         """Sum over the shard axis now, and let the gradients go before those of the next unit come."""
         sums = [InPieces(part.collected.pieces, part.out) for part in self._parts]
         try:
             direct.sum_directly(sums)
         except RuntimeError as error:
             raise_named(self.unit.reducing, error)
-        self._let_gradients_go()
-        self._reduced_over_shards = True
-        return Pending(())
+        self._give_buffers_back()
+        for part in self._parts:
+            part.collected = Lying((), part.collected.used)
 
     def _over_replicas(self) -> Work:
         """Start the sum over the replicas, of this and of what earlier backwards left; or leave it to a later one."""
