@@ -157,7 +157,8 @@ class TrainingInterface(WrapperProperties):
         """Whether backwards gather this unit's own parameters; units inside it are not changed.
 
         A unit whose backward reads no values of its parameters, an ``nn.Embedding`` first of all, needs none: without
-        them a step communicates and holds that much less.  The default, True, is right for every module.  With False
+        them a step communicates and holds that much less.  The default, True, is right for every module;
+        ``auto_wrap_policy="auto"`` says False for the embeddings that it makes units.  With False
         a backward that does read them fails with autograd's "modified by an inplace operation"; module code that runs
         in the backward (hooks) finds them sharded.  Ranks that may use different units
         (``allow_unused="any_rank"``, ``Join``) gather all the same.

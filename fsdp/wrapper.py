@@ -48,6 +48,7 @@ from .names import (
     clean_tensor_name,
     join_names,
 )
+from .plan.auto import AutoWrapPolicy, reads_nothing_in_backward
 from .properties import own_unit, units_in, wrappers_in
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
 from .runtime.full_params import summon_units
@@ -82,7 +83,8 @@ class FullyShardedDataParallel(
         sharding_strategy: ``FULL_SHARD`` if None.
         cpu_offload: Where shards rest; on the device if None.
         auto_wrap_policy: Which submodules become units of their own (see ``fsdp.wrap``); ``"auto"`` chooses by sizes
-            and repetition (:class:`fsdp.plan.auto.AutoWrapPolicy`); None for none.
+            and repetition (:class:`fsdp.plan.auto.AutoWrapPolicy`), and gathers an embedding for the forward only;
+            None for none.
         backward_prefetch: When the next gather of the backward starts; None for when it is needed.
         mixed_precision: Dtypes of computation, reduction and buffers; nothing is cast if None.
         ignored_modules: Modules whose parameters and buffers are left alone: their gradients stay local.
@@ -188,6 +190,10 @@ class FullyShardedDataParallel(
         check_renormed(module, ignored, axes)
         ties = find_ties(module, _outermost_units(module), _is_wrapped)
         built = build_units(module, overrides, ignored, _is_wrapped, ties)
+        if isinstance(auto_wrap_policy, AutoWrapPolicy):
+            for child, unit in built.items():
+                if reads_nothing_in_backward(child):
+                    unit.unshard_in_backward(wanted=False)
         wrappers = {
             child: wrap_child(type(self), child, unit, overrides[child])
             for child, unit in built.items()

@@ -10,6 +10,9 @@ computes and the one that is being gathered, are little beside the model.  So th
 * every large layer beside the blocks (embedding, head) whose parameters nobody else uses;
 * where blocks are too small, the module around them, as soon as it is large enough.
 
+An embedding that becomes a unit is gathered for the forward only, since its backward reads no values
+(``set_unshard_in_backward``).
+
 The rest belongs to the root.  "Large enough" is what a gather moves in the time that its start takes, so it grows with
 the number of ranks: :func:`efficient_bytes`.
 """
@@ -25,7 +28,7 @@ from torch import nn
 
 from .policies import _Policy
 
-__all__ = ["AutoWrapPolicy", "efficient_bytes"]
+__all__ = ["AutoWrapPolicy", "efficient_bytes", "reads_nothing_in_backward"]
 
 _RANKS_OF_A_NODE = 8
 # Seconds to start a collective and for each hop of its ring, and bytes a second, within a node and between nodes.
@@ -54,6 +57,14 @@ def efficient_bytes(world_size: int, *, on_cpu: bool) -> int:
     hops = world_size - nodes
     seconds = start + hops * hop + (nodes - 1) * far_hop
     return int(seconds * (near_bandwidth if nodes == 1 else far_bandwidth))
+
+
+def reads_nothing_in_backward(module: nn.Module) -> bool:
+    """Whether the backward of ``module`` needs no values of its parameters.
+
+    By its class alone, of which ranks cannot have different opinions; a class derived from it may do anything.
+    """
+    return type(module) is nn.Embedding
 
 
 class AutoWrapPolicy(_Policy):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm.recording import Event, Recording
+from fsdp.plan.auto import AutoWrapPolicy
 from fsdp.runtime.buffers import BufferPool
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
@@ -112,6 +113,28 @@ def launches(lean):
 @pytest.mark.parametrize("lean", BOTH)
 def test_an_embedding_is_gathered_once_a_step_if_its_backward_does_without(lean):
     run_ranks(launches, 2, lean)
+
+
+class Own(nn.Embedding):
+    """May do anything in its forward."""
+
+
+def automatic():
+    for orig in BOTH:
+        model = Model()
+        model.others = Own(7, 5, padding_idx=1, _weight=model.others.weight.detach().clone())
+        model = FSDP(model, auto_wrap_policy=AutoWrapPolicy(1), use_orig_params=orig)
+        check(model)
+        inner = model.module
+        assert [
+            wrapper._unit.unshards_in_backward
+            for wrapper in (inner.tokens, inner.others, inner.first, model)
+        ] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_automatic_policy_gathers_an_embedding_for_the_forward_only(world_size):
+    run_ranks(automatic, world_size)
 
 
 def read_again():
