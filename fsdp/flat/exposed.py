@@ -212,7 +212,7 @@ class ExposedParams(ABC):
             for name in siblings:
                 if name in table:
                     table[name] = table.pop(name)
-        self._exposure.show(())
+        self._exposure.show(Writes())
 
     def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
@@ -296,7 +296,7 @@ class ExposedParams(ABC):
     def _writes_of_leaves(self) -> Writes:
         leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
         writes = self._exposure.of_leaves(leaves)
-        return writes if self._registered_in is None else (*writes, (*self._registered_in, None))
+        return writes if self._registered_in is None else writes.and_also((*self._registered_in, None))
 
     def _writes_while_sharded(self) -> Sharded:
         users = [managed.param if self.orig_mode else None for managed in self.params]
@@ -311,7 +311,9 @@ class ExposedParams(ABC):
             return sharded
         flat = (*self._registered_in, self.flat_param)
         return replace(
-            sharded, writes=(*sharded.writes, flat), registered=(*sharded.registered, flat)
+            sharded,
+            writes=sharded.writes.and_also(flat),
+            registered=sharded.registered.and_also(flat),
         )
 
     def _find_exposed(self) -> None:

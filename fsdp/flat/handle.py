@@ -352,9 +352,8 @@ class FlatParamHandle(ExposedParams):
 
     def user_changed(self) -> bool:
         """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
-        for table, name, expected in self._sharded.registered:
-            if table.get(name, self) is not expected:
-                return True
+        if not self._sharded.registered.stand():
+            return True
         watched = self._watched
         if self._holds_nothing and watched[0].dtype != self.flat_param.dtype:
             return True  # nothing else tells a rank of a `.half()`

@@ -33,9 +33,12 @@ Note [Exposure]
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -57,11 +60,54 @@ __all__ = [
 ]
 
 Write = tuple[dict[str, Any], str, Any]
-"""Where, under which name, what; :data:`_ABSENT` takes the entry away."""
+"""Where, under which name, what."""
 
-Writes = tuple[Write, ...]
+_consume = deque[None](maxlen=0).extend
+"""Runs an iterator to its end."""
 
-_ABSENT = object()
+
+class Writes:
+    """Dictionary writes that are made again and again, without a line of Python for each.
+
+    Args:
+        writes: Where, under which name, what.
+        removals: What else is taken away: where, under which name.
+    """
+
+    __slots__ = ("_names", "_removals", "_tables", "_values")
+
+    def __init__(
+        self, writes: Iterable[Write] = (), removals: Iterable[tuple[dict[str, Any], str]] = ()
+    ) -> None:
+        made = tuple(writes)
+        self._tables = tuple([table for table, _, _ in made])
+        self._names = tuple([name for _, name, _ in made])
+        self._values = tuple([value for _, _, value in made])
+        self._removals = tuple(removals)
+
+    def and_also(self, write: Write) -> Writes:
+        """These and one more."""
+        return Writes([*zip(self._tables, self._names, self._values), write], self._removals)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._tables)
+
+    def make(self) -> None:
+        """Make them."""
+        _consume(map(operator.setitem, self._tables, self._names, self._values))
+        for table, name in self._removals:
+            table.pop(name, None)
+
+    def undo(self) -> None:
+        """Take away what they write."""
+        for table, name in zip(self._tables, self._names, strict=True):
+            table.pop(name, None)
+
+    def stand(self) -> bool:
+        """Whether all that they write is found where they write it."""
+        found = map(dict.get, self._tables, self._names, repeat(self))
+        return all(map(operator.is_, found, self._values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +117,7 @@ class Sharded:
     Attributes:
         writes: Expose them so.
         guards: Where stand-ins go while another unit's forward runs, if not in the table.
-        registered: What is then to be found in the tables, unless users change it.
+        registered: Never made: what is then to be found in the tables, unless users change it.
     """
 
     writes: Writes
@@ -258,9 +304,8 @@ class Exposure:
             for module, tables in self._tables.items()
         ]
         entries = [(table, name, leaves[index]) for _, table, name, index in self._entries]
-        if self._hides:
-            entries += [(attributes, name, _ABSENT) for attributes, _, name, _ in self._entries]
-        return (*tables, *entries)
+        shadows = [(attributes, name) for attributes, _, name, _ in self._entries]
+        return Writes((*tables, *entries), shadows if self._hides else ())
 
     def while_sharded(
         self, registered: Sequence[Any], stand_ins: Sequence[Any] | None, guard: Guard
@@ -288,9 +333,9 @@ class Exposure:
             for name, index in self._names[module].items()
         ]
         return Sharded(
-            writes=(*tables, *entries, *(hiding if self._hides else ())),
-            guards=() if self._hides else tuple(hiding),
-            registered=(*expected, *entries),
+            writes=Writes((*tables, *entries, *(hiding if self._hides else ()))),
+            guards=Writes(() if self._hides else hiding),
+            registered=Writes((*expected, *entries)),
         )
 
     def show_own(self) -> None:
@@ -313,11 +358,7 @@ class Exposure:
 
     def show(self, writes: Writes) -> None:
         """Make the writes."""
-        for table, name, tensor in writes:
-            if tensor is _ABSENT:
-                table.pop(name, None)
-            else:
-                table[name] = tensor
+        writes.make()
         for module in self._recurrent:
             weights = [
                 getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]

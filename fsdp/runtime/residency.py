@@ -159,7 +159,7 @@ class ResidentUnit(ABC):
         self._shows_leaves = False
         self._work: Work | None = None
         self._guarded = False
-        self._guards: Writes = ()
+        self._guards: tuple[Writes, ...] = ()
         self._awaits_inputs = False
         self._left = 0
         self._writes_silently = False
@@ -303,15 +303,15 @@ class ResidentUnit(ABC):
         """A forward runs, and not the unit's own: refuse to compute with pieces (see Note [Exposure])."""
         if self._guards and not self.summoned:
             self._guarded = True
-            for table, name, stand_in in self._guards:
-                table[name] = stand_in
+            for stand_ins in self._guards:
+                stand_ins.make()
 
     def unguard(self) -> None:
         """Let attribute lookup find the user's parameters again."""
         if self._guarded:
             self._guarded = False
-            for table, name, _ in self._guards:
-                table.pop(name, None)
+            for stand_ins in self._guards:
+                stand_ins.undo()
 
     def _edited_while_rounded(self, handle: FlatParamHandle) -> UnsupportedError:
         return UnsupportedError(

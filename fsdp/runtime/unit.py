@@ -193,7 +193,7 @@ class Unit(ResidentUnit):
             handle.unsharded.follow_leaves(read_again=self.unshards_in_backward)
         self._param_hooks.watch(self.handles, reduced=self.world_size > 1)
         self.unguard()
-        self._guards = tuple(write for handle in self.handles for write in handle.guards)
+        self._guards = tuple(handle.guards for handle in self.handles if handle.guards)
         self._plan_gather()
         self._may_overflow = any(
             self.reduce_dtype(handle) is torch.float16 for handle in self.handles
