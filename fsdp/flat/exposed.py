@@ -314,6 +314,7 @@ class ExposedParams(ABC):
             sharded,
             writes=sharded.writes.and_also(flat),
             registered=sharded.registered.and_also(flat),
+            untold=sharded.untold.and_also(flat),
         )
 
     def _find_exposed(self) -> None:

@@ -352,7 +352,7 @@ class FlatParamHandle(ExposedParams):
 
     def user_changed(self) -> bool:
         """Whether the user replaced a parameter, its data, or ``requires_grad`` since the last look (cheap)."""
-        if not self._sharded.registered.stand():
+        if self._sharded.changed():
             return True
         watched = self._watched
         if self._holds_nothing and watched[0].dtype != self.flat_param.dtype:

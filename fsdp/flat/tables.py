@@ -6,6 +6,7 @@ Note [Tables]
     (``summon_full_params``), one more the leaves, and a :class:`ShardedTable` what is registered while sharded.
     What a table holds that the handle does not manage (``bias=None``, mostly) is the same in all of them; where users
     change it, :meth:`ModuleTables.follow` carries it from the table they found to the others.
+    Where they write over what is managed, the table notes it, so that nobody has to look in every forward.
     Where a module's parameters belong to several handles, or some to none, each entry is written by itself; so it is
     on the wrapped module, which may have flat parameters of several handles registered, and in modules of other units,
     with which parameters are tied.
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from .. import _torch
 
-__all__ = ["ALWAYS", "Guard", "ModuleTables", "ShardedTable"]
+__all__ = ["ALWAYS", "Guard", "ModuleTables", "Notice", "ShardedTable"]
 
 
 class Guard:
@@ -40,6 +41,19 @@ class Guard:
 ALWAYS = Guard(on=True)
 
 
+class Notice:
+    """Whether somebody has written where a managed parameter is registered.
+
+    Attributes:
+        given: Whether; whoever has looked at the table since takes it back.
+    """
+
+    __slots__ = ("given",)
+
+    def __init__(self) -> None:
+        self.given = True
+
+
 class ShardedTable(dict[str, Any]):
     """Registered parameters, which ``parameters()`` yields, with stand-ins for who looks one up by its name.
 
@@ -47,17 +61,23 @@ class ShardedTable(dict[str, Any]):
         registered: What is registered.
         stand_ins: Of the managed parameters.
         guard: While it is on, they are found.
+        notice: Given when something is written or deleted in the table.
     """
 
-    __slots__ = ("_guard", "_hidden", "_stand_ins")
+    __slots__ = ("_guard", "_hidden", "_notice", "_stand_ins")
 
     def __init__(
-        self, registered: Mapping[str, Any], stand_ins: Mapping[str, Any], guard: Guard
+        self,
+        registered: Mapping[str, Any],
+        stand_ins: Mapping[str, Any],
+        guard: Guard,
+        notice: Notice,
     ) -> None:
         super().__init__(registered)
         self._stand_ins = dict(stand_ins)
         self._hidden = {name: registered[name] for name in stand_ins}
         self._guard = guard
+        self._notice = notice
 
     def __getitem__(self, name: str) -> Any:
         """The stand-in, or what is registered."""
@@ -69,7 +89,43 @@ class ShardedTable(dict[str, Any]):
         """Register ``value``; for a stand-in, put back after an exchange (by ``functional_call``), what it hid."""
         if value is not None and value is self._stand_ins.get(name):
             value = self._hidden[name]
+        self._notice.given = True
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        """Take it out."""
+        self._notice.given = True
+        super().__delitem__(name)
+
+    def __ior__(self, other: Any) -> Self:
+        """As :meth:`update`."""
+        self.update(other)
+        return self
+
+    def pop(self, *args: Any) -> Any:
+        """As a plain dictionary."""
+        self._notice.given = True
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[str, Any]:
+        """As a plain dictionary."""
+        self._notice.given = True
+        return super().popitem()
+
+    def clear(self) -> None:
+        """As a plain dictionary."""
+        self._notice.given = True
+        super().clear()
+
+    def setdefault(self, name: str, value: Any = None) -> Any:
+        """As a plain dictionary, which knows nothing of stand-ins."""
+        self._notice.given = True
+        return super().setdefault(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As a plain dictionary, which knows nothing of stand-ins."""
+        self._notice.given = True
+        super().update(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """A plain table: whoever copies the module gives it a handle of its own."""
@@ -120,12 +176,16 @@ class ModuleTables:
         return made
 
     def while_sharded(
-        self, registered: Mapping[str, Any], stand_ins: Mapping[str, Any] | None, guard: Guard
+        self,
+        registered: Mapping[str, Any],
+        stand_ins: Mapping[str, Any],
+        guard: Guard,
+        notice: Notice,
     ) -> dict[str, Any]:
-        """A table that shows ``registered``, and hides it behind ``stand_ins`` if there are any."""
+        """A table that shows ``registered``, and hides it behind ``stand_ins``; may be empty."""
         self.follow()
         shown = {name: registered.get(name, other) for name, other in self.own.items()}
-        self.sharded = shown if stand_ins is None else ShardedTable(shown, stand_ins, guard)
+        self.sharded = ShardedTable(shown, stand_ins, guard, notice)
         return self.sharded
 
     def follow(self) -> None:

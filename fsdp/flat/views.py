@@ -47,7 +47,7 @@ from torch import nn
 from .. import _torch
 from ..errors import ShardedParameterError, describe
 from .layout import FlatLayout, Slot
-from .tables import Guard, ModuleTables
+from .tables import Guard, ModuleTables, Notice
 
 __all__ = [
     "Exposure",
@@ -118,11 +118,22 @@ class Sharded:
         writes: Expose them so.
         guards: Where stand-ins go while another unit's forward runs, if not in the table.
         registered: Never made: what is then to be found in the tables, unless users change it.
+        notice: Given when they may have, in a table that tells.
+        untold: Those of ``registered`` that are in other tables.
     """
 
     writes: Writes
     guards: Writes
     registered: Writes
+    notice: Notice
+    untold: Writes
+
+    def changed(self) -> bool:
+        """Whether users have changed what is registered."""
+        if self.notice.given:
+            self.notice.given = not self.registered.stand()
+            return self.notice.given
+        return not self.untold.stand()
 
 
 class ShardedStandIn(torch.Tensor):
@@ -311,14 +322,16 @@ class Exposure:
         self, registered: Sequence[Any], stand_ins: Sequence[Any] | None, guard: Guard
     ) -> Sharded:
         """Show ``registered``, one a site, behind ``stand_ins`` while ``guard`` is on."""
+        notice = Notice()
         tables = [
             (
                 tables.place,
                 tables.KEY,
                 tables.while_sharded(
                     self._at(module, registered),
-                    None if stand_ins is None else self._at(module, stand_ins),
+                    {} if stand_ins is None else self._at(module, stand_ins),
                     guard,
+                    notice,
                 ),
             )
             for module, tables in self._tables.items()
@@ -336,6 +349,8 @@ class Exposure:
             writes=Writes((*tables, *entries, *(hiding if self._hides else ()))),
             guards=Writes(() if self._hides else hiding),
             registered=Writes((*expected, *entries)),
+            notice=notice,
+            untold=Writes(entries),
         )
 
     def show_own(self) -> None:

@@ -67,13 +67,13 @@ class Unit(ResidentUnit):
 
     __slots__ = (
         "__weakref__",
+        "_arrivals",
         "_backward_task",
         "_entrances",
         "_expected",
         "_inputs_want_grads",
         "_leaf_hooks",
         "_may_overflow",
-        "_missing",
         "_open_uses",
         "_post_hook",
         "_pre_hook",
@@ -209,13 +209,14 @@ class Unit(ResidentUnit):
         # Weakly, because the garbage collector does not look into a tensor's hooks: unit -> leaf -> hook -> unit would
         # keep the parameters of a deleted model for ever.
         me = weakref.ref(self)
+        arrivals = self._arrivals = _Arrivals()
 
         def arrived(_: torch.Tensor) -> None:
-            unit = me()
-            if unit is not None:
-                unit._missing -= 1  # noqa: SLF001 its own, without the price of a call
-                if unit._missing <= 0:  # noqa: SLF001
-                    unit._all_arrived()  # noqa: SLF001
+            arrivals.missing -= 1
+            if arrivals.missing <= 0:
+                unit = me()
+                if unit is not None:
+                    unit._all_arrived()  # noqa: SLF001 its own
 
         self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
         self._expected: int = len(leaves)
@@ -414,12 +415,12 @@ class Unit(ResidentUnit):
     def _arm(self) -> None:
         """Gradients are about to arrive, one on each leaf if all parameters were used."""
         self.armed = True
-        self._missing = self._expected
+        self._arrivals.missing = self._expected
 
     def disarm(self) -> None:
         """No gradient is expected: the next one that arrives is the first of a backward."""
         self.armed = False
-        self._missing = 0
+        self._arrivals.missing = 0
 
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
@@ -427,7 +428,7 @@ class Unit(ResidentUnit):
             self._unawaited()
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
         # leaf; the unit is then finished at the end.
-        if not self._missing and self._backward_task in (None, _torch.backward_task()):
+        if not self._arrivals.missing and self._backward_task in (None, _torch.backward_task()):
             self.finish_backward()
 
     def _unawaited(self) -> None:
@@ -458,12 +459,12 @@ class Unit(ResidentUnit):
         if root.backward_task is None:
             root.begin_backward(task)
         self._arm()
-        self._missing -= 1
+        self._arrivals.missing -= 1
 
     @property
     def partly_arrived(self) -> bool:
         """Whether some of the leaves have gradients and others have not."""
-        return self.armed and self._missing != self._expected
+        return self.armed and self._arrivals.missing != self._expected
 
     def finish_backward(self) -> None:
         """Reduce what has arrived (or keep it, inside ``no_sync``) and free the parameters.
@@ -577,6 +578,18 @@ _living: weakref.WeakSet[Unit] = weakref.WeakSet()
 def living_units() -> list[Unit]:
     """Every unit of the process that is still in use, in no order.  Collective: none."""
     return list(_living)
+
+
+class _Arrivals:
+    """What the leaves' hooks count.
+
+    Attributes:
+        missing: How many of the leaves have no gradient yet, of those that are expected to get one.
+    """
+
+    __slots__ = ("missing",)
+
+    missing: int
 
 
 class _Once:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.flat.tables import ALWAYS, Guard, ModuleTables, ShardedTable
+from fsdp.flat.tables import ALWAYS, Guard, ModuleTables, Notice, ShardedTable
 
 
 class Scaled(nn.Module):
@@ -24,7 +24,7 @@ def made(guard=ALWAYS):
     leaf, stand_in = torch.zeros(3), torch.full((3,), 7.0)
     leaves = tables.of_leaves({"weight": leaf})
     registered = {"weight": None if guard is ALWAYS else module.weight}
-    sharded = tables.while_sharded(registered, {"weight": stand_in}, guard)
+    sharded = tables.while_sharded(registered, {"weight": stand_in}, guard, Notice())
     return module, tables, leaves, sharded
 
 
@@ -100,5 +100,42 @@ def test_modules_with_parameters_of_others_or_hidden_ones_do_not_fit():
     vars(module)["bias"] = torch.ones(1)  # a stand-in of another handle's
     assert not ModuleTables.fit(module, ["weight"])
     module = Scaled()
-    vars(module)["_parameters"] = ShardedTable(module._parameters, {}, ALWAYS)
+    vars(module)["_parameters"] = ShardedTable(module._parameters, {}, ALWAYS, Notice())
     assert not ModuleTables.fit(module, ["weight"])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table: table.__setitem__("weight", None),
+        lambda table: table.__delitem__("weight"),
+        lambda table: table.__ior__({"weight": None}),
+        lambda table: table.pop("weight"),
+        lambda table: table.pop("other", None),
+        lambda table: table.popitem(),
+        lambda table: table.clear(),
+        lambda table: table.setdefault("weight"),
+        lambda table: table.update(weight=None),
+        lambda table: table.update({"weight": None}),
+    ],
+)
+def test_every_way_to_write_into_a_sharded_table_gives_notice(write):
+    notice = Notice()
+    table = ShardedTable({"weight": torch.ones(1)}, {}, ALWAYS, notice)
+    notice.given = False
+    assert "weight" in table
+    assert len(list(table.values())) == 1
+    assert not notice.given
+    write(table)
+    assert notice.given
+
+
+def test_a_sharded_table_has_no_way_to_write_that_a_plain_dictionary_got_since():
+    ours = {name for name in vars(ShardedTable) if callable(getattr(dict, name, None))}
+    reads = {
+        "__class_getitem__", "__contains__", "__eq__", "__format__", "__ge__", "__getattribute__", "__gt__", "__hash__",
+        "__iter__", "__le__", "__len__", "__lt__", "__ne__", "__new__", "__or__", "__reduce__", "__repr__",
+        "__reversed__", "__ror__", "__sizeof__", "__str__", "__subclasshook__", "copy", "fromkeys", "get", "items",
+        "keys", "values", "__delattr__", "__dir__", "__init_subclass__", "__setattr__", "__class__", "__getstate__",
+    }  # fmt: skip
+    assert {name for name in dir(dict) if callable(getattr(dict, name))} <= ours | reads
