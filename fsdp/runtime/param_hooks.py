@@ -7,7 +7,7 @@ Note [Hooks of parameters]
     so ``fn`` may step an optimizer and drop the gradient; not inside ``no_sync``, where nothing is published, and not
     on a rank that holds nothing of the parameter.
     In flat mode hooks of the first kind belong on the original parameters, before wrapping, and those of the second
-    on the flat ones; the other combinations would never run, and are refused.
+    on the flat ones; the other combinations would never run, and are refused by the first forward.
 
 Note [Gradients past the leaves]
     A gradient reaches a sharded parameter itself only if somebody computed with it outside its unit's forward: with
@@ -43,6 +43,7 @@ class ParamHooks:
         self._unit = weakref.ref(unit)
         self._handles: Sequence[FlatParamHandle] = ()
         self._watched: list[nn.Parameter] = []
+        self._looked = False
         self._bridges: dict[nn.Parameter, Any] = {}
         self._refusals: list[Any] = []
 
@@ -63,8 +64,8 @@ class ParamHooks:
             if reduced and param.requires_grad
         ]
         self._handles = handles
-        self._watched = [managed.param for handle in handles for managed in handle.params]
-        self._watched += [handle.flat_param for handle in handles if not handle.orig_mode]
+        self._watched = [param for handle in handles for param in handle.exposed]
+        self._looked = False
 
     def follow(self) -> None:
         """Take over hooks registered since the last forward.
@@ -73,8 +74,9 @@ class ParamHooks:
             UsageError: If one would never run; names the parameter.
         """
         theirs = _torch.count_grad_hooks(self._watched) > len(self._refusals)
-        if not theirs and not _torch.any_post_accumulate_hooks(self._watched):
+        if self._looked and not theirs and not _torch.any_post_accumulate_hooks(self._watched):
             return
+        self._looked = True  # at those that flat mode has replaced, too, which had theirs before
         for handle in self._handles:
             if not handle.orig_mode:
                 _check_flat(handle)
