@@ -296,7 +296,9 @@ class ExposedParams(ABC):
     def _writes_of_leaves(self) -> Writes:
         leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
         writes = self._exposure.of_leaves(leaves)
-        return writes if self._registered_in is None else writes.and_also((*self._registered_in, None))
+        return (
+            writes if self._registered_in is None else writes.and_also((*self._registered_in, None))
+        )
 
     def _writes_while_sharded(self) -> Sharded:
         users = [managed.param if self.orig_mode else None for managed in self.params]

@@ -97,7 +97,7 @@ class ShardedTable(dict[str, Any]):
         self._notice.given = True
         super().__delitem__(name)
 
-    def __ior__(self, other: Any) -> Self:
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         """As :meth:`update`."""
         self.update(other)
         return self

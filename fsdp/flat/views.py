@@ -87,7 +87,9 @@ class Writes:
 
     def and_also(self, write: Write) -> Writes:
         """These and one more."""
-        return Writes([*zip(self._tables, self._names, self._values), write], self._removals)
+        return Writes(
+            [*zip(self._tables, self._names, self._values, strict=True), write], self._removals
+        )
 
     def __bool__(self) -> bool:
         """Whether there are any."""
