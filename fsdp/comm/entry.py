@@ -12,6 +12,7 @@ import itertools
 import time
 import warnings
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -112,6 +113,21 @@ class EntryGate:
         """
         self._enter(sequence, step, _differing_steps, patient=True)
 
+    def see_alike(self, sequence: str, built: Sequence[str]) -> None:
+        """Wait until every rank has come here, and see that all have ``built`` the same.
+
+        Collective: every rank of the group.  Only checksums travel, unless they differ.
+
+        Raises:
+            ShardMismatchError: Naming the first thing that some rank has built otherwise, as each has built it.
+        """
+        digests = [f"{zlib.crc32(text.encode()):08x}" for text in built]
+        entry = _NOTE.join(["the first forward", *digests])
+        place = self._meet(f"{sequence}.alike", entry, _first_unlike, patient=True)
+        if place:
+            mine = [*built, "nothing more"][min(int(place), len(built))]
+            self._enter(f"{sequence}.unlike", mine, _unlike, patient=False)
+
     @property
     def has_store(self) -> bool:
         """Whether ranks can meet here at all."""
@@ -136,9 +152,22 @@ class EntryGate:
         *,
         patient: bool,
     ) -> None:
+        verdict = self._meet(sequence, entry, judge, patient=patient)
+        if verdict:
+            raise ShardMismatchError(verdict)
+
+    def _meet(
+        self,
+        sequence: str,
+        entry: str,
+        judge: Callable[[Sequence[str]], str | None],
+        *,
+        patient: bool,
+    ) -> str:
+        """What ``judge`` says of all ranks' entries, the same on every rank; ``""`` if all is well."""
         store = self._store
         if store is None or self._size == 1:
-            return
+            return ""
         place = f"{sequence}/{next(self._calls[sequence])}"
         store.set(f"{place}/{self._rank}", entry)
         if store.add(f"{place}/count", 1) == self._size:
@@ -151,8 +180,7 @@ class EntryGate:
         if store.add(f"{place}/count", 1) == 2 * self._size:
             store.delete_key(f"{place}/verdict")
             store.delete_key(f"{place}/count")
-        if verdict:
-            raise ShardMismatchError(verdict)
+        return verdict
 
     def _wait(self, store: Store, place: str, entry: str, *, patient: bool) -> None:
         watch = the_watch()
@@ -223,6 +251,21 @@ def _first_difference(entries: Sequence[str]) -> str | None:
     return describe(
         f"Forward order differs across ranks: number {place + 1} of the units that ran was {_by_rank(steps)}",
         remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
+    )
+
+
+def _first_unlike(entries: Sequence[str]) -> str | None:
+    lists = [entry.split(_NOTE)[1:] for entry in entries]
+    if lists.count(lists[0]) == len(lists):
+        return None
+    places = itertools.zip_longest(*lists)
+    return str(next(place for place, found in enumerate(places) if len(set(found)) > 1))
+
+
+def _unlike(entries: Sequence[str]) -> str:
+    return describe(
+        f"Ranks have built different models: {_by_rank(entries)}",
+        remedy="Build the same model with the same arguments of the wrapper on every rank.",
     )
 
 

@@ -19,6 +19,7 @@ from ..flat.tables import Guard
 from ..names import join_names
 from ..schedule.order import ExecutionOrder
 from . import precision
+from .alike import Likeness
 from .buffers import BufferPool
 from .guard import check_not_overlapped
 from .lockstep import Lockstep
@@ -95,6 +96,7 @@ class Root:
         "_forwards",
         "_in_flight",
         "_in_flight_bytes",
+        "_likeness",
         "_order_is_agreed",
         "_owner",
         "_sequence",
@@ -146,6 +148,7 @@ class Root:
         self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
+        self._likeness = Likeness()
         self.order_check = OrderCheck(self.units, self._sequence)
         self._forwards = (
             0  # attempts outside Join, failed ones included: the same number on every rank
@@ -252,6 +255,7 @@ class Root:
         self.order = ExecutionOrder()
         self._sequence = self.units[0].gate.new_sequence()
         self._order_is_agreed = False
+        self._likeness = Likeness()
         self.order_check = OrderCheck(self.units, self._sequence)
         for index, (unit, name) in enumerate(units.items()):
             unit.join_root(self, index, name)
@@ -278,7 +282,7 @@ class Root:
         Collective: every rank of the shard group, in the first iteration.
 
         Raises:
-            ShardMismatchError: If another rank runs another unit; names both.
+            ShardMismatchError: If another rank runs another unit, or has built another one; names both.
         """
         for index in self.order.begin(unit.index):
             if self.units[index].residency is GATHERING:
@@ -286,6 +290,7 @@ class Root:
         if self.order_check.on:
             self.order_check.path.append(unit.index)
         if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
+            self._likeness.see(unit, self.units, self._sequence)
             sequence = f"{self._sequence}.{self._forwards}"
             unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.errors import ShardMismatchError
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scripts import batch, build, wrap
@@ -106,3 +107,59 @@ def saved_again():
 
 def test_a_state_dict_that_fails_half_way_leaves_the_model_usable():
     run_ranks(saved_again, 2)
+
+
+def unlike(module, other, **both):
+    """Keyword arguments of the wrapper, and the module, of rank 1 only where they differ."""
+    kwargs = {**both, **(other if dist.get_rank() else {})}
+    return wrap(module, **kwargs)
+
+
+def wider(rank):
+    torch.manual_seed(0)
+    model = build()
+    if dist.get_rank() == rank:
+        model.out = torch.nn.Linear(7, 4)
+    return model
+
+
+def frozen(rank):
+    model = build()
+    model.blocks[1].requires_grad_(dist.get_rank() != rank)
+    return model
+
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16)
+ZERO2 = ShardingStrategy.SHARD_GRAD_OP
+UNLIKE = {
+    "elements": (
+        lambda: unlike(wider(1), {}),
+        r"unit '<root>' with .* elements .*: unit '<root>'",
+    ),
+    "frozen": (lambda: unlike(frozen(1), {}), r"unit 'blocks\.1' .* trained .* frozen "),
+    "dtype": (lambda: unlike(build(), {"mixed_precision": LOW}), r"computed in torch\.bfloat16"),
+    "strategy": (lambda: unlike(build(), {"sharding_strategy": ZERO2}), "SHARD_GRAD_OP"),
+    "exposure": (
+        lambda: unlike(build(), {"use_orig_params": True}, use_orig_params=False),
+        "use_orig_params=True",
+    ),
+    "units": (
+        lambda: wrap(build(), *([set()] if dist.get_rank() else [])),
+        r"unit '<root>' with",
+    ),
+}
+
+
+def built(case):
+    make, told = UNLIKE[case]
+    model = make()
+    started = time.monotonic()
+    with pytest.raises(ShardMismatchError, match=f"built different models: rank.*{told}"):
+        model(batch(dist.get_rank()))
+    assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_built_different_models_are_told_before_they_communicate(case, world_size):
+    run_ranks(built, world_size, case)

@@ -1,0 +1,50 @@
+"""Whether the ranks have built the same units, seen before they communicate for the first time.
+
+Another number of elements, dtype, strategy or frozen parameter on one rank would have messages of other lengths or
+meanings meet, and the ranks would train on what happens to be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..comm.entry import EntryGate
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["Likeness"]
+
+
+class Likeness:
+    """Which groups' ranks have seen that they built the same, for one root."""
+
+    def __init__(self) -> None:
+        self._seen: set[EntryGate] = set()
+
+    def see(self, unit: Unit, units: Sequence[Unit], sequence: str) -> None:
+        """Compare, once a group, those of ``units`` that are over the group of ``unit``.
+
+        Collective: every rank of the group.
+
+        Raises:
+            ShardMismatchError: Naming the first unit that differs, as each rank has it.
+        """
+        gate = unit.gate
+        if gate not in self._seen:
+            self._seen.add(gate)
+            gate.see_alike(sequence, [_description(other) for other in units if other.gate is gate])
+
+
+def _description(unit: Unit) -> str:
+    config = unit.config
+    parts = [
+        f"{handle.layout.padded_numel} {'trained' if handle.requires_grad else 'frozen'} elements of {handle.dtype}, "
+        f"computed in {handle.compute_dtype}, reduced in {unit.reduce_dtype(handle)}"
+        for handle in unit.handles
+    ]
+    return (
+        f"unit {unit.name or '<root>'!r} with {config.strategy.name}, use_orig_params={config.orig_mode} and "
+        f"{'; '.join(parts) or 'no parameters'}"
+    )
