@@ -7,9 +7,9 @@ Note [Direct sums]
     that they share, reading gradients where autograd has left them: no buffer, no copy into it, nothing in flight.
     It also takes less time than gloo (measured, docs/explanation/performance.md).
 
-    Each rank posts its part of a chunk and waits for those of the others.  Who has theirs of chunk k knows that they
-    have read chunk k - 1, so two regions of :data:`CHUNK_BYTES` are all the memory there is.  A rank that is
-    interrupted from the keyboard sends the rest before it says so: the others have begun to sum.
+    Each rank posts its part of a chunk, waits for those of the others, adds them up, and posts the next one when all
+    have read its own: one region of :data:`CHUNK_BYTES` is all the memory there is.  A rank that is interrupted from
+    the keyboard sends the rest before it says so: the others have begun to sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CHUNK_BYTES", "SHORTEST_SUM", "DirectSum"]
 SHORTEST_SUM = 512 << 10
 """Bytes that a rank sends; of shorter ones several run at once, and ranks meet once for all of them."""
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 """What a rank sends at a time, to all neighbours together."""
 
 _HEADER_BYTES = 4 << 10  # for a region's header and padding, which a power of two is to hold, too

@@ -63,6 +63,7 @@ _ROW_WORDS = 1 + _RING  # a board's row: how many have been posted, and where th
 _BOARD = _PAGE
 _ARENA = _BOARD + _CHANNELS * _ROW_WORDS * _WORD
 _SEGMENT = _ARENA + (1 << 30)  # addresses, not memory
+_SPARE_CLASSES = 7  # how much too large a region may be for a message in pieces, as a power of two
 _SPIN = 1e-4
 _LONGEST_SLEEP = 1e-3
 _LIVENESS_PERIOD = 0.05
@@ -209,12 +210,13 @@ class Neighbour:
 
 
 class _Unread(NamedTuple):
-    """A message in the own segment: its region, the region's size class, its channel and number."""
+    """A message in the own segment: its region, the region's size class, its channel and number, how it was posted."""
 
     region: int
     size_class: int
     channel: int
     number: int
+    in_pieces: bool
 
 
 @dataclass(slots=True)
@@ -299,7 +301,9 @@ class Neighbours:
         dtype: torch.dtype,
         check: Check,
     ) -> None:
-        """The same, of what lies in pieces: a neighbour finds its own ones without gaps between them, as ``dtype``.
+        """The same, of what lies in pieces, when all have read the message in pieces before.
+
+        A neighbour finds its own pieces without gaps between them, as ``dtype``.
 
         Args:
             channel: What they are.
@@ -312,8 +316,7 @@ class Neighbours:
         sizes = [sum(piece.numel() for piece in of_one) * dtype.itemsize for of_one in pieces]
         with self._lock:
             room = sum(map(_padded, sizes)) + self._header
-            # Memory that a longer message has touched costs nothing more.
-            region = self._take_region(room, channel, number, check, spare=2)
+            region = self._take_region(room, channel, number, check, in_pieces=True)
             head = region // _WORD
             at = region + self._header
             for place, (of_one, size) in enumerate(zip(pieces, sizes, strict=True)):
@@ -381,17 +384,24 @@ class Neighbours:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _take_region(
-        self, nbytes: int, channel: int, number: int, check: Check, *, spare: int = 0
+        self, nbytes: int, channel: int, number: int, check: Check, *, in_pieces: bool = False
     ) -> int:
-        """A region of at least ``nbytes`` for a message; a free one may be up to ``spare`` size classes too large."""
+        """A region of at least ``nbytes`` for message ``number`` of ``channel``.
+
+        Messages in pieces have one region at a time, whatever they are; memory that a longer message has touched
+        costs them nothing more.
+        """
         size_class = max(nbytes - 1, _PAGE - 1).bit_length()
+        spare = _SPARE_CLASSES if in_pieces else 0
         arena = self._arena
         self._collect_read()
         while True:
             # The ring forgets a message when another one comes to its place.
-            on_ring = (channel, number - _RING)
+            last = (channel, number - _RING)
             ahead = [
-                unread for unread in arena.unread if (unread.channel, unread.number) == on_ring
+                unread
+                for unread in arena.unread
+                if (unread.in_pieces if in_pieces else (unread.channel, unread.number) == last)
             ]
             size_class = arena.class_with_room(size_class, spare)
             is_full = not arena.free[size_class] and arena.end + (1 << size_class) > _SEGMENT
@@ -406,7 +416,7 @@ class Neighbours:
         else:
             region = arena.end
             arena.end += 1 << size_class
-        arena.unread.append(_Unread(region, size_class, channel, number))
+        arena.unread.append(_Unread(region, size_class, channel, number, in_pieces))
         return region
 
     def _collect_read(self) -> None:
