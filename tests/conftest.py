@@ -15,8 +15,8 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without CUDA."""
-    if torch.cuda.is_available():
+    """Skip tests marked ``gpu`` on a machine without CUDA, unless it is to be imitated (``tests.gpu.imitation``)."""
+    if torch.cuda.is_available() or os.environ.get("FSDP_IMITATE_CUDA"):
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

@@ -240,7 +240,7 @@ class SlowStreams(DeviceStreams):
         return super().run_gather(self._between(launch))
 
     def run_reduce(
-        self, launch: Callable[[], Any], finish: Callable[[], None], *, apart: bool
+        self, launch: Callable[[], Any], finish: Callable[[], None], *, apart: bool = False
     ) -> Any:
         self._delay()
         return super().run_reduce(self._between(launch), self._between(finish), apart=apart)

@@ -191,7 +191,6 @@ def test_compiled_blocks_change_nothing(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(strict=False, reason="written without a GPU; see docs/explanation/streams.md")
 def test_a_step_can_be_captured_in_a_graph():
     setup = SETUPS["flat"]
     model = wrap(setup, "cuda")
@@ -211,5 +210,9 @@ def test_a_step_can_be_captured_in_a_graph():
         param.grad.zero_()
     graph.replay()
     torch.cuda.synchronize()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+    model.zero_grad()
+    model(x).backward()  # uncaptured again
     for param, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)

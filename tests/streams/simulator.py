@@ -19,7 +19,8 @@ Note [Memory of the host]
 
 Note [Streams of a backward]
     CUDA's autograd runs each node on the stream that its forward ran on, after the events of the nodes its gradients
-    came from, and end-of-backward callbacks on the stream that called ``backward``, after the leaves.
+    came from, and end-of-backward callbacks on the stream that called ``backward``, after the leaves.  Gradients that
+    pass from one stream to another are recorded on the other.
     ``Machine.autograd()`` does the same here with hooks on every node.
 
 Note [Time]
@@ -47,6 +48,7 @@ __all__ = ["Machine", "Race"]
 Clock = dict[int, int]  # stream -> how many of its operations are known to have finished
 
 _SYNCHRONISES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
+_KEY = "the race detector's key"
 _TOUCHES_NO_MEMORY = ("aten::empty", "aten::set_")
 
 
@@ -149,6 +151,7 @@ class _Block:
     accesses: list[Access] = field(default_factory=list)
     made_in: Capture | None = None
     used_in: set[Capture] = field(default_factory=set)
+    recorded: set[int] = field(default_factory=set)
 
 
 class Machine:
@@ -330,6 +333,12 @@ class Machine:
         self.host_waits(operation)
         _join(self.host, self._current.clock)
 
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Let the memory of ``tensor`` go only when ``stream`` has come as far as it is when it is freed."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is not None and block.pool != stream.number:
+            block.recorded.add(stream.number)
+
     def rests_on_host(self, tensor: torch.Tensor) -> None:
         """The memory of ``tensor`` is the host's."""
         storage = tensor.untyped_storage()
@@ -395,8 +404,9 @@ class Machine:
             if block.used_in - {block.made_in}:
                 self.forbid(f"memory that a graph uses is freed: last {block.accesses[-1]}")
             freed = self._freed.setdefault(block.pool, [])
-            latest = {access.stream: access for access in (*freed, *block.accesses, *block.after)}
-            for access in (*freed, *block.accesses):
+            own = [access for access in block.accesses if access.stream not in block.recorded]
+            latest = {access.stream: access for access in (*freed, *own, *block.after)}
+            for access in (*freed, *own):
                 if access.tick > latest[access.stream].tick:
                     latest[access.stream] = access
             self._freed[block.pool] = list(latest.values())
@@ -495,7 +505,6 @@ class _NodeStreams(TorchFunctionMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self._machine = machine
-        self._seen: set[Any] = set()  # keeps the nodes, so that none is taken for another
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -504,9 +513,9 @@ class _NodeStreams(TorchFunctionMode):
         return result
 
     def _hook(self, node: Any) -> None:
-        if node is None or node in self._seen:
+        if node is None or _KEY in node.metadata:
             return
-        self._seen.add(node)
+        node.metadata[_KEY] = object()
         for following, _ in node.next_functions:
             self._hook(following)
         _NodeHooks(self._machine, node)
@@ -516,6 +525,7 @@ class _NodeHooks:
     """Runs one node on the stream that is current when this is made.
 
     Autograd adds up gradients between nodes; here that happens on the stream of the node that brings the last one.
+    Nothing here keeps a node: a leaf's one, which stays while any graph has it, stays on the stream of its first use.
     """
 
     events: dict[Any, list[Event]] = {}  # noqa: RUF012  # by node: what its gradients come after
@@ -524,13 +534,17 @@ class _NodeHooks:
     def __init__(self, machine: Machine, node: Any) -> None:
         self._machine = machine
         self._stream = machine.current_stream()
-        self._node = node
+        self._key = node.metadata[_KEY]
+        nodes = [following for following, _ in node.next_functions if following is not None]
+        self._following = [following.metadata[_KEY] for following in nodes]
         node.register_prehook(self._before)
         node.register_hook(self._after)
 
-    def _before(self, *_: Any) -> None:
+    def _before(self, grads: Any) -> None:
         before = self._machine.enter(self._stream)
-        events = self.events.pop(self._node, None)
+        for grad in _tensors(grads):
+            self._machine.record_stream(grad, self._stream)
+        events = self.events.pop(self._key, None)
         if events is None:  # the first node
             _NodeHooks.caller = before
             self._stream.wait_stream(before)
@@ -540,10 +554,9 @@ class _NodeHooks:
     def _after(self, *_: Any) -> None:
         event = Event()
         event.record(self._stream)
-        following = [node for node, _ in self._node.next_functions if node is not None]
-        for node in following:
-            self.events.setdefault(node, []).append(event)
-        if not following:  # a leaf: what is next may be the end
+        for key in self._following:
+            self.events.setdefault(key, []).append(event)
+        if not self._following:  # a leaf: what is next may be the end
             assert self.caller is not None
             self._machine.enter(self.caller)
             self.caller.wait_event(event)

@@ -128,7 +128,7 @@ def measure(
     device: str,
 ) -> dict[str, Any]:
     """Samples by ``contender over network``, bytes of a step by contender, failures; in this process."""
-    on = torch.device(device)
+    on = _indexed(device)
     synchronize = functools.partial(_synchronize, on)
     with loopback_group(world_size) as fabric:
         runners, failures = llama_runners(Shape(**shape), seed, NAMES, on)
@@ -164,7 +164,7 @@ def measure_memory(
 ) -> dict[str, int]:
     """Peak allocated and reserved bytes of steps after the second, and the allocator's retries."""
     with loopback_group(world_size):
-        runners, _ = llama_runners(Shape(**shape), seed, (name,), torch.device(device))
+        runners, _ = llama_runners(Shape(**shape), seed, (name,), _indexed(device))
         return peak_memory(runners[name])
 
 
@@ -194,6 +194,11 @@ def llama_runners(
     with torch.device(device):  # the GPU draws billions of weights in no time
         model = Llama(shape)
     return build_all(names, model, setting, shape.tokens(seed), warm_up=2)
+
+
+def _indexed(device: str) -> torch.device:
+    """The device of that type: the current GPU by its number, since contenders warn where there is none."""
+    return torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
 
 
 def _network(name: str) -> Network:
