@@ -121,8 +121,8 @@ class InPieces:
 class DirectSums(Protocol):
     """Collectives that can sum gradients from where they lie (see Note [Direct sums])."""
 
-    def sums_directly(self, nbytes: int) -> bool:
-        """Whether they do, for a reduction in which each rank sends ``nbytes``: the same answer on all ranks.
+    def sums_directly(self) -> bool:
+        """Whether they do: the same answer on all ranks.
 
         Collective: every rank of the group, the first time.
         """

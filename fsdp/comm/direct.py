@@ -23,10 +23,13 @@ import torch
 from .collectives import InPieces
 from .neighbours import Line
 
-__all__ = ["CHUNK_BYTES", "SHORTEST_SUM", "DirectSum"]
+__all__ = ["CHUNK_BYTES", "SHORTEST_SUM", "SHORTEST_SUM_INSIDE", "DirectSum"]
 
 SHORTEST_SUM = 512 << 10
 """Bytes that a rank sends; of shorter ones several run at once, and ranks meet once for all of them."""
+
+SHORTEST_SUM_INSIDE = 2 << 20
+"""The same where the computation goes on: what is shorter is hidden beside it for less than waiting costs."""
 
 CHUNK_BYTES = 512 << 10
 """What a rank sends at a time, to all neighbours together."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from .collectives import DONE, Collectives, Gather, InPieces, Pending, Reduce, Work, abandon
-from .direct import SHORTEST_SUM, DirectSum
+from .direct import DirectSum
 from .loopback import Loopback
 from .neighbours import Line, NearCombination, NearGather, NearSums, all_are_near, meet
 from .shared_memory import LONGEST_MESSAGE, Check, Neighbours
@@ -229,10 +229,10 @@ class PointToPointCollectives:
                 works.append(_OrderedSum([parts[rank] for rank in range(self.size)], reduce.out))
         return _Exchange(self._reduces, self._watch, works)
 
-    def sums_directly(self, nbytes: int) -> bool:
-        """Where all ranks share memory and the message is long."""
+    def sums_directly(self) -> bool:
+        """Where all ranks share memory."""
         self._meet()
-        return nbytes >= SHORTEST_SUM and self._lines is not None and all_are_near(self._group)
+        return self._lines is not None and all_are_near(self._group)
 
     def sum_directly(self, sums: Sequence[InPieces]) -> None:
         """Chunk by chunk through shared memory."""

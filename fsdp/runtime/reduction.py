@@ -18,7 +18,7 @@ import torch
 
 from .. import _torch
 from ..comm.collectives import DONE, DirectSums, InPieces, Reduce, Work, abandon
-from ..comm.direct import SHORTEST_SUM
+from ..comm.direct import SHORTEST_SUM, SHORTEST_SUM_INSIDE
 from ..comm.entry import raise_named
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
@@ -238,8 +238,12 @@ class Reduction:
 
 
 def _direct_sums(unit: Unit) -> DirectSums | None:
-    """What sums the gradients of ``unit`` from where they lie: only long messages, only between ranks of one host."""
-    if unit.unsharded_bytes < SHORTEST_SUM or unit.comm_hook is not None:
+    """What sums the gradients of ``unit`` from where they lie: only long messages, only between ranks of one host.
+
+    The outermost unit's are the last ones, beside which nothing is computed, so shorter ones of it gain, too.
+    """
+    least = SHORTEST_SUM if unit.index == 0 else SHORTEST_SUM_INSIDE
+    if unit.unsharded_bytes < least or unit.comm_hook is not None:
         return None
     collectives = unit.step_shard
     nbytes = sum(
@@ -248,9 +252,9 @@ def _direct_sums(unit: Unit) -> DirectSums | None:
         for handle in unit.handles
         if handle.requires_grad
     )
-    if isinstance(collectives, DirectSums) and collectives.sums_directly(nbytes):
-        return collectives
-    return None
+    if nbytes < least or not isinstance(collectives, DirectSums):
+        return None
+    return collectives if collectives.sums_directly() else None
 
 
 class OffloadedReduction(Reduction):

@@ -17,7 +17,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm import direct
 from fsdp.comm.collectives import InPieces
-from fsdp.comm.direct import CHUNK_BYTES, SHORTEST_SUM
+from fsdp.comm.direct import CHUNK_BYTES, SHORTEST_SUM, SHORTEST_SUM_INSIDE
 from fsdp.comm.process_group import PointToPointCollectives
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
@@ -25,7 +25,7 @@ from tests.support.oracles import full_grads, mean_grads
 from tests.support.ranks import run_ranks
 
 BOTH = (False, True)
-WIDTH = 601  # a layer of 1.4 MiB
+WIDTH = 901  # a unit of 4.6 MiB
 
 
 class Layer(nn.Module):
@@ -147,16 +147,22 @@ def test_sums_over_replicas_follow():
     run_ranks(hybrid, 4)
 
 
-def small_units():
+def sizes(width, inside):
+    """How many direct sums a layer of ``width`` makes, as a unit in a small one or as the outermost."""
     counted = Counted()
-    model = FSDP(nn.Linear(300, 300))  # 180 KiB a rank
-    model(torch.ones(1, 300)).sum().backward()
-    assert counted.sums == 0
+    model = nn.Linear(width, width)
+    model = FSDP(nn.Sequential(FSDP(model), nn.Linear(width, 1)) if inside else model)
+    model(torch.ones(1, width)).sum().backward()
+    return counted.sums
 
 
 def test_small_units_go_on_being_reduced_beside_the_computation():
-    assert 300 * 300 * 4 // 2 < SHORTEST_SUM < WIDTH * WIDTH * 4 // 2
-    run_ranks(small_units, 2)
+    sent = [width * (width + 1) * 4 // 2 for width in (500, 600, 1100)]
+    assert sent[0] < SHORTEST_SUM < sent[1] < SHORTEST_SUM_INSIDE < sent[2]
+    assert run_ranks(sizes, 2, 500, False) == [0, 0]
+    assert run_ranks(sizes, 2, 600, False) == [1, 1]
+    assert run_ranks(sizes, 2, 600, True) == [0, 0]
+    assert run_ranks(sizes, 2, 1100, True) == [1, 1]
 
 
 def nothing_in_flight():
@@ -196,8 +202,7 @@ def chunks(chunk_bytes):
     direct.CHUNK_BYTES = chunk_bytes
     rank, size = dist.get_rank(), dist.get_world_size()
     collectives = PointToPointCollectives(dist.group.WORLD)
-    assert collectives.sums_directly(SHORTEST_SUM)
-    assert not collectives.sums_directly(SHORTEST_SUM - 1)
+    assert collectives.sums_directly()
     for numels in ([10], [1023, 17, 4096], [70_001]):
         sums, expected = [], []
         for numel in numels:
@@ -220,7 +225,7 @@ def test_ranks_may_cut_their_gradients_differently(world_size):
 def memory():
     size = dist.get_world_size()
     collectives = PointToPointCollectives(dist.group.WORLD)
-    assert collectives.sums_directly(SHORTEST_SUM)
+    assert collectives.sums_directly()
     numel = 1 << 20  # 8 chunks and more
     pieces = [[torch.ones(numel)] for _ in range(size)]
     for _ in range(3):
