@@ -187,14 +187,17 @@ def group_backend(group: ProcessGroup, device: torch.device) -> str:
 def parameter_table(module: nn.Module) -> dict[str, Any]:
     """``module``'s own parameter dictionary, for writes that bypass ``nn.Module.__setattr__``.
 
-    Why: see Note [Exposure] in ``flat/views.py``.
+    Why: see Note [Exposure] in ``flat/views.py``.  Scripted modules, whose parameters nobody exchanges, have none: a
+    copy, since what they have instead can not be iterated over.
     """
-    return module._parameters
+    table: Any = module._parameters
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 def buffer_table(module: nn.Module) -> dict[str, Any]:
     """``module``'s own buffer dictionary (see :func:`parameter_table`)."""
-    return module._buffers
+    table: Any = module._buffers
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:

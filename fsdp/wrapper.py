@@ -37,6 +37,7 @@ from .init.build import (
     compute_device,
     plan_overrides,
 )
+from .init.foreign import check_foreign
 from .init.ignored import resolve_ignored, warn_of_trainable
 from .init.renormed import check_renormed
 from .init.replicated import resolve_replicated
@@ -188,6 +189,7 @@ class FullyShardedDataParallel(
         warn_of_trainable(module, ignored, axes)
         check_tensor_parallel(module, ignored, axes)
         check_renormed(module, ignored, axes)
+        check_foreign(module, ignored)
         ties = find_ties(module, _outermost_units(module), _is_wrapped)
         built = build_units(module, overrides, ignored, _is_wrapped, ties)
         if isinstance(auto_wrap_policy, AutoWrapPolicy):

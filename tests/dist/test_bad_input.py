@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.errors import FsdpError, ShardedParameterError
+from fsdp.errors import FsdpError, ShardedParameterError, UnsupportedError
 from fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.support.compare import assert_bitwise
 from tests.support.models import MlpBlock, entry
@@ -274,3 +274,34 @@ def nothing():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_module_without_parameters_is_a_unit_like_any_other(world_size):
     run_ranks(nothing, world_size)
+
+
+def foreign(use_orig_params):
+    def wrapped(first, **kwargs):
+        return FSDP(
+            nn.Sequential(first, nn.Linear(5, 3)), use_orig_params=use_orig_params, **kwargs
+        )
+
+    traced = torch.jit.trace(nn.Linear(5, 5), torch.ones(2, 5))
+    with pytest.raises(UnsupportedError, match=r"module '0' is scripted or traced.*0\.weight"):
+        wrapped(traced)
+    theirs = torch.distributed.fsdp.FullyShardedDataParallel(  # noqa: TID251 - the other wrapper
+        nn.Linear(5, 5), device_id=torch.device("cpu")
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"module '0' is wrapped with torch's.*0\._flat_param"
+    ):
+        wrapped(theirs)
+    # Without parameters of its own, or with ignored ones, a scripted module is as good as any.
+    for model in (
+        wrapped(torch.jit.script(nn.Hardswish())),
+        wrapped(traced.requires_grad_(False), ignored_modules=[traced]),
+    ):
+        model(torch.ones(2, 5)).sum().backward()
+        assert "1.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_modules_that_others_look_after_are_refused_by_name(use_orig_params, world_size):
+    run_ranks(foreign, world_size, use_orig_params)
