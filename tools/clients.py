@@ -24,7 +24,7 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent / "clients"
-CLIENTS = ("accelerate", "transformers", "peft", "lightning", "torch")
+CLIENTS = ("accelerate", "transformers", "peft", "lightning", "torch", "architectures")
 PACKAGES = ("accelerate", "transformers", "peft", "lightning")
 WORLD_SIZE = 2
 WORLD_SECONDS = 900.0

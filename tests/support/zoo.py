@@ -404,14 +404,16 @@ def policy(architecture: Architecture, model: nn.Module, wrapping: str) -> Any:
     }[wrapping]()
 
 
-def differences(want: Trained, got: Trained, tolerance: float) -> list[str]:
-    """What is not equal, in words; empty if all is."""
+def differences(
+    want: Trained, got: Trained, tolerance: float, loss_tolerance: float = 0.0
+) -> list[str]:
+    """What is not equal, in words; empty if all is.  Losses may be of a lower dtype than parameters."""
     if got.error:
         return [got.error]
     found = []
     for what in ("losses", "norms"):
         a, b = torch.tensor(getattr(want, what)).double(), torch.tensor(getattr(got, what)).double()
-        found += _unequal(what, a, b, tolerance)
+        found += _unequal(what, a, b, max(tolerance, loss_tolerance * (what == "losses")))
     if list(want.params) != list(got.params):
         found.append(f"names {set(want.params) ^ set(got.params)}")
         return found

@@ -1,0 +1,147 @@
+"""Experts of transformers; see the package."""
+
+from __future__ import annotations
+
+from architectures.common_parts import V, hf, kv, lm, moe
+
+hf(
+    "mixtral",
+    "mixtral",
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    dict(kv, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    lm,
+    ("MixtralDecoderLayer",),
+    **moe,
+)
+hf(
+    "qwen2_moe",
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    "Qwen2MoeConfig",
+    dict(
+        kv,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=12,
+        output_router_logits=True,
+        decoder_sparse_step=1,
+    ),
+    lm,
+    ("Qwen2MoeDecoderLayer",),
+    **moe,
+)
+hf(
+    "qwen3_moe",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeConfig",
+    dict(kv, head_dim=4, num_experts=6, num_experts_per_tok=1, moe_intermediate_size=8),
+    lm,
+    ("Qwen3MoeDecoderLayer",),
+    **moe,
+)
+hf(
+    "deepseek_v3",
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3Config",
+    dict(
+        kv,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=8,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        qk_nope_head_dim=4,
+    ),
+    lm,
+    ("DeepseekV3DecoderLayer",),
+    **moe,
+)
+hf(
+    "deepseek_v2",
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV2Config",
+    dict(
+        kv,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=8,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        qk_nope_head_dim=4,
+    ),
+    lm,
+    ("DeepseekV2DecoderLayer",),
+    **moe,
+)
+hf(
+    "olmoe",
+    "olmoe",
+    "OlmoeForCausalLM",
+    "OlmoeConfig",
+    dict(kv, num_experts=4, num_experts_per_tok=2),
+    lm,
+    ("OlmoeDecoderLayer",),
+    **moe,
+)
+hf(
+    "gpt_oss",
+    "gpt_oss",
+    "GptOssForCausalLM",
+    "GptOssConfig",
+    dict(kv, head_dim=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+    lm,
+    ("GptOssDecoderLayer",),
+    **moe,
+)
+hf(
+    "granitemoe",
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeConfig",
+    dict(kv, num_local_experts=4, num_experts_per_tok=2),
+    lm,
+    ("GraniteMoeDecoderLayer",),
+    **moe,
+)
+hf(
+    "jetmoe",
+    "jetmoe",
+    "JetMoeForCausalLM",
+    "JetMoeConfig",
+    {
+        "vocab_size": V,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "kv_channels": 4,
+        "intermediate_size": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+    },
+    lm,
+    ("JetMoeDecoderLayer",),
+    wrappings=("class", "lambda", "root"),
+    **moe,
+)
