@@ -96,11 +96,13 @@ class Reduce:
         whole: ``[world_size * n]`` this rank's contribution; its contents are undefined afterwards.
         slices: ``whole`` cut into each rank's ``[n]``.
         out: ``[n]``, no part of ``whole``; receives this rank's slice of the sum.
+        mean: Whether it receives the mean instead; only where :attr:`Collectives.averages`.
     """
 
     whole: torch.Tensor
     slices: Sequence[torch.Tensor]
     out: torch.Tensor
+    mean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,10 @@ class Collectives(Protocol):
     @property
     def size(self) -> int:
         """Ranks in the group."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether :meth:`reduce_scatter` can make the mean at no price."""
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Fill every other rank's slice of each ``whole``, all in one launch."""

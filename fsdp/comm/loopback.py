@@ -16,6 +16,7 @@ class Loopback:
 
     rank = 0
     size = 1
+    averages = False
 
     def name_for_messages(self, name: str) -> None:
         """Nothing can go wrong here.  Collective: none."""

@@ -48,6 +48,7 @@ _TAG_BASE = 1 << 20  # beyond what users choose for their own sends
 _EXCHANGE_TAG_BASE = 1 << 21  # after the two tags of every unit
 _TAG_OF_NOBODY = _TAG_BASE - 1
 _TAG_OF_MEETINGS = _TAG_BASE - 2
+_AVERAGING = ("nccl", "fake", "loopback")  # the last two stand in for the first
 _KINDS = 3  # of lines through shared memory: gathers, reductions, all-reduces
 _SHORT = 64 << 10  # bytes that every rank may read of every other
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -90,7 +91,12 @@ class NativeCollectives:
         self._group = group
         self._device = device
         self._gather_options = _torch.gather_options()
-        self._reduce_options = _torch.on_current_stream(dist.ReduceScatterOptions())
+        self._sum_options = _torch.on_current_stream(dist.ReduceScatterOptions())
+        self._mean_options = _torch.on_current_stream(dist.ReduceScatterOptions())
+        self._mean_options.reduceOp = dist.ReduceOp.AVG
+        self.averages = _torch.is_process_group(group) and (
+            _torch.group_backend(group, _backend_device(group, device)) in _AVERAGING
+        )
         self._may_exchange = False
         self.rank = group.rank()
         self.size = group.size()
@@ -115,9 +121,8 @@ class NativeCollectives:
         return self._together([partial(self._reduce, reduce) for reduce in reduces])
 
     def _reduce(self, reduce: Reduce) -> Work | None:
-        return _torch.reduce_scatter_into(
-            self._group, reduce.out, reduce.whole, self._reduce_options
-        )
+        options = self._mean_options if reduce.mean else self._sum_options
+        return _torch.reduce_scatter_into(self._group, reduce.out, reduce.whole, options)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
@@ -164,6 +169,8 @@ class PointToPointCollectives:
 
     Every rank of the group makes its instances in the same order.
     """
+
+    averages = False
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -397,6 +404,8 @@ class StagedCollectives:
 
     Each call synchronises the current stream with the host and returns finished work.  Meant for tests.
     """
+
+    averages = False
 
     def __init__(self, on_host: PointToPointCollectives) -> None:
         self._on_host = on_host

@@ -113,6 +113,8 @@ class QuantizedCollectives:
         error_feedback: Add what rounding took from a contribution to the next one of the same tensor.
     """
 
+    averages = False
+
     def __init__(
         self,
         exact: Collectives,

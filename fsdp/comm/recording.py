@@ -50,6 +50,11 @@ class Recording:
         """Ranks in the group."""
         return self.inner.size
 
+    @property
+    def averages(self) -> bool:
+        """As ``inner``.  Collective: none."""
+        return self.inner.averages
+
     def name_for_messages(self, name: str) -> None:
         """Pass it on.  Collective: none."""
         self.inner.name_for_messages(name)

@@ -30,6 +30,7 @@ class SecondaryShards:
         self._copies: list[torch.Tensor] = []
         self.rank = whole_group.rank
         self.size = whole_group.size
+        self.averages = whole_group.averages
 
     def name_for_messages(self, name: str) -> None:
         """Pass it on.  Collective: none."""

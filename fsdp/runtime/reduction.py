@@ -98,6 +98,7 @@ class Reduction:
         self._direct = _direct_sums(unit)
         self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
         self._reduced_over_shards = False
+        self._averaged = False
         self._stays = unit.replicate.size > 1 and not unit.requires_all_reduce
         self._work = self._start()
 
@@ -185,7 +186,10 @@ class Reduction:
                 return DONE
             # The hook has averaged over the shard axis only.
             return unit.replicate.all_reduce([part.out for part in self._parts])
-        reduces = [Reduce(part.buffer.flat, part.buffer.slices, part.out) for part in self._parts]
+        mean = self._averaged = unit.averages_by_summing
+        reduces = [
+            Reduce(part.buffer.flat, part.buffer.slices, part.out, mean) for part in self._parts
+        ]
         work = unit.step_shard.reduce_scatter(reduces)
         if work is not DONE:
             self._reduced_over_shards = True
@@ -213,7 +217,7 @@ class Reduction:
         return self.unit.replicate.all_reduce([part.out for part in self._parts])
 
     def _finish(self) -> None:
-        if self._reduced_over_shards:
+        if self._reduced_over_shards and self.unit.replicate.size > 1:
             self._over_replicas().wait()
         self._publish()
 
@@ -223,9 +227,10 @@ class Reduction:
             for part in self._parts:
                 unit.gradients.partial_sums[part.handle] = part.out, part.collected.used
             return
+        divisor = 1.0 if self._averaged else unit.postdivide
         for part in self._parts:
-            if unit.postdivide != 1.0:
-                part.out.div_(unit.postdivide)
+            if divisor != 1.0:
+                part.out.div_(divisor)
             dtype = unit.grad_dtype(part.handle)
             grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
             self._deliver(part, grad)

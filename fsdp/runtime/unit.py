@@ -74,6 +74,7 @@ class Unit(ResidentUnit):
         "_inputs_want_grads",
         "_leaf_hooks",
         "_may_overflow",
+        "_mean_is_exact",
         "_open_uses",
         "_post_hook",
         "_pre_hook",
@@ -197,6 +198,10 @@ class Unit(ResidentUnit):
         self._plan_gather()
         self._may_overflow = any(
             self.reduce_dtype(handle) is torch.float16 for handle in self.handles
+        )
+        size = self.shard.size
+        self._mean_is_exact = size & (size - 1) == 0 or all(
+            self.reduce_dtype(handle).itemsize >= torch.float32.itemsize for handle in self.handles
         )
         leaves = [
             leaf
@@ -515,6 +520,16 @@ class Unit(ResidentUnit):
         asked = self.gradient_divisor or self.config.gradient_divisor
         divisor = asked or self.root.ranks_averaged or self.world_size
         return divisor / self.predivide
+
+    @property
+    def averages_by_summing(self) -> bool:
+        """Whether the sum over the shard axis is asked for as a mean, so that nothing is left to divide.
+
+        The backend multiplies by the reciprocal, in the dtype of the gradients: exact enough, or exact.
+        """
+        if self.comm_hook is not None or self.replicate.size > 1 or not self.step_shard.averages:
+            return False
+        return self._mean_is_exact and self.postdivide == self.shard.size
 
     @property
     def writes_to_whole(self) -> bool:
