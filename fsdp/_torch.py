@@ -325,12 +325,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
 def sum_of_versions(tensors: Iterable[torch.Tensor]) -> int:
     """Changes whenever any of ``tensors`` is written in place.
 
     Why: as :func:`version_of`, for many tensors at a time.
     """
-    return sum([tensor._version for tensor in tensors])
+    return sum(map(_version, tensors))
 
 
 def found_inf_of(

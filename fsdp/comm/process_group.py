@@ -44,6 +44,7 @@ _OPS: dict[str, Any] = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_AVERAGE: Any = dist.ReduceOp.AVG
 _TAG_BASE = 1 << 20  # beyond what users choose for their own sends
 _EXCHANGE_TAG_BASE = 1 << 21  # after the two tags of every unit
 _TAG_OF_NOBODY = _TAG_BASE - 1
@@ -93,7 +94,7 @@ class NativeCollectives:
         self._gather_options = _torch.gather_options()
         self._sum_options = _torch.on_current_stream(dist.ReduceScatterOptions())
         self._mean_options = _torch.on_current_stream(dist.ReduceScatterOptions())
-        self._mean_options.reduceOp = dist.ReduceOp.AVG
+        self._mean_options.reduceOp = _AVERAGE
         self.averages = _torch.is_process_group(group) and (
             _torch.group_backend(group, _backend_device(group, device)) in _AVERAGING
         )

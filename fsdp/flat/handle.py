@@ -52,6 +52,7 @@ class FlatParamHandle(ExposedParams):
     Attributes (those of :class:`ExposedParams` beside):
         rank: This rank in the shard group.
         all_used: True for each original parameter: what a backward that used them all has used.
+        none_used: False for each.
         holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
         has_tensor_shards: Module code sees parameters as DTensors (see :mod:`fsdp.flat.tensor_parallel`).
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
@@ -69,6 +70,7 @@ class FlatParamHandle(ExposedParams):
         "device",
         "has_tensor_shards",
         "holds",
+        "none_used",
         "rank",
     )
 
@@ -118,6 +120,7 @@ class FlatParamHandle(ExposedParams):
             expose_originals=orig_mode,
         )
         self.all_used: Sequence[bool] = (True,) * len(self.params)
+        self.none_used: Sequence[bool] = (False,) * len(self.params)
         self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
         held = [
             slot.span.numel == 0 or piece.in_slot.numel > 0
@@ -315,14 +318,11 @@ class FlatParamHandle(ExposedParams):
 
     def remember_version(self) -> None:
         """Note the values a forward is about to use."""
-        self._version = self._current_version()
+        self._version = _torch.sum_of_versions(self.exposed)
 
     def changed_since_forward(self) -> bool:
         """Whether the shard has been written in place since :meth:`remember_version`."""
-        return self._version is not None and self._version != self._current_version()
-
-    def _current_version(self) -> int:
-        return _torch.sum_of_versions(self.exposed)
+        return self._version not in (None, _torch.sum_of_versions(self.exposed))
 
     @property
     def leaves_edited(self) -> bool:

@@ -6,6 +6,7 @@ Note [Silent writes]
     convolutions, bounds on norms), and both would be lost when the unit is freed.  So after the first, second, fourth,
     eighth ... forward of a unit its own slice is compared with the shard, and a unit that was seen to write has its
     values taken over after every forward from then on.  What begins to write later is seen at the next of those.
+    On accelerators the comparison makes the host wait for the device, so there it ends with the second forward.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ _COMPARED = (
 )  # elements at a time: a cast of the whole shard would be memory that a step does not need
 
 
-def keep_silent_writes(handle: FlatParamHandle) -> bool:
+def keep_silent_writes(handle: FlatParamHandle, *, known: bool) -> bool:
     """Take over what module code has written into the gathered parameters of ``handle``; whether it has.
 
     Collective: none.
+
+    Args:
+        handle: Whose parameters are gathered.
+        known: Whether its unit is known to write, so that nothing need be compared.
 
     Raises:
         UsageError: If it put something else in the place of a parameter, or changed its shape, dtype or device.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         moved = _take_back(handle)
-        if handle.aliased or not (moved or _differs(handle)):
+        if handle.aliased or not (known or moved or _differs(handle)):
             return moved
         handle.take_own_slice()
         return True
@@ -48,7 +53,8 @@ def _take_back(handle: FlatParamHandle) -> bool:
     unsharded = handle.unsharded
     slots = zip(handle.params, handle.layout.slots, unsharded.leaves, strict=True)
     for number, (managed, slot, leaf) in enumerate(slots):
-        _check_in_place(managed, handle.fqns[number])
+        if _is_replaced(managed):
+            raise _refusal(handle.fqns[number], "was replaced by another one")
         if managed.tensor_shard is not None or not leaf.numel():
             continue
         view = slot_view(unsharded.flat, slot)
@@ -65,11 +71,9 @@ def _take_back(handle: FlatParamHandle) -> bool:
     return moved
 
 
-def _check_in_place(managed: ManagedParam, fqn: str) -> None:
-    for site in managed.sites:
-        current = _torch.parameter_table(site.module).get(site.name)
-        if isinstance(current, nn.Parameter) and current is not managed.param:
-            raise _refusal(fqn, "was replaced by another one")
+def _is_replaced(managed: ManagedParam) -> bool:
+    shown = [_torch.parameter_table(site.module).get(site.name) for site in managed.sites]
+    return any(isinstance(one, nn.Parameter) and one is not managed.param for one in shown)
 
 
 def _differs(handle: FlatParamHandle) -> bool:

@@ -242,12 +242,13 @@ class Gradients:
         if self._unit.root.differentiable:
             _refuse_differentiable(handle, grads)
         present = [grad for grad in grads if grad is not None]
-        is_plain = len(present) == len(grads) and True not in collected.used
+        is_complete = len(present) == len(grads)
+        is_plain = is_complete and collected.used is handle.none_used
         if not (is_plain and _copy(collected.buffer.views, present)):
             _add(collected, grads)
         for leaf in handle.unsharded.leaves:
             leaf.grad = None
-        if len(present) == len(grads):
+        if is_complete:
             collected.used = handle.all_used
         else:
             collected.used = [
@@ -258,7 +259,7 @@ class Gradients:
     def _start(self, handle: FlatParamHandle, *, pooled: bool) -> Collected:
         unit = self._unit
         dtype = unit.reduce_dtype(handle)
-        used = (False,) * len(handle.params)
+        used = handle.none_used
         # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
         if pooled and unit.shard.size > 1:
             buffer = unit.root.pool.take(handle.layout, dtype, handle.device)

@@ -76,16 +76,19 @@ def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) 
     """
     totals: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
+    is_kept_lower = shard.dtype is not handle.dtype
     for param, grad, is_used, held in zip(
         handle.exposed, handle.split_shard(shard), used, handle.holds, strict=True
     ):
         if not is_used or not held or not param.requires_grad:
             continue
-        if param.grad is None:
-            set_grad(param, grad)
-        else:
+        if param.grad is not None:
             totals.append(param.grad)
             terms.append(grad)
+        elif is_kept_lower:
+            set_grad(param, grad)
+        else:
+            param.grad = grad
     if totals:
         _torch.foreach_add(totals, terms)
 

@@ -99,7 +99,6 @@ class ResidentUnit(ABC):
         "_gathered",
         "_gathering",
         "_gathers",
-        "_guarded",
         "_guards",
         "_launch",
         "_left",
@@ -111,6 +110,7 @@ class ResidentUnit(ABC):
         "compression",
         "config",
         "gradients",
+        "guarded",
         "handles",
         "in_full_precision",
         "index",
@@ -158,7 +158,7 @@ class ResidentUnit(ABC):
         self._active = 0
         self._shows_leaves = False
         self._work: Work | None = None
-        self._guarded = False
+        self.guarded = False
         self._guards: tuple[Writes, ...] = ()
         self._awaits_inputs = False
         self._left = 0
@@ -267,15 +267,16 @@ class ResidentUnit(ABC):
     def _show_leaves(self) -> None:
         if not self._shows_leaves:
             self._shows_leaves = True
-            if self._guarded:
+            if self.guarded:
                 self.unguard()
             for handle in self.handles:
                 handle.expose_leaves()
 
     def _leave(self) -> None:
         """The module's own forward has ended: keep what it wrote into its parameters, and show them sharded."""
-        self._left += 1
-        if self._writes_silently or not self._left & (self._left - 1):
+        times = self._left = self._left + 1
+        is_due = not times & (times - 1) and (times <= 2 or self.root.streams.host_synchronous)
+        if self._writes_silently or is_due:
             self._keep_silent_writes()
         self._show_sharded()
 
@@ -285,7 +286,7 @@ class ResidentUnit(ABC):
         is_exact = self._compressed is None
         if is_whole and is_exact and not capturing(torch.get_device_module(self.config.device)):
             for handle in self.handles:
-                self._writes_silently |= keep_silent_writes(handle)
+                self._writes_silently |= keep_silent_writes(handle, known=self._writes_silently)
 
     def _show_sharded(self) -> None:
         if self._shows_leaves and self.residency is UNSHARDED:
@@ -302,14 +303,14 @@ class ResidentUnit(ABC):
     def guard(self) -> None:
         """A forward runs, and not the unit's own: refuse to compute with pieces (see Note [Exposure])."""
         if self._guards and not self.summoned:
-            self._guarded = True
+            self.guarded = True
             for stand_ins in self._guards:
                 stand_ins.make()
 
     def unguard(self) -> None:
         """Let attribute lookup find the user's parameters again."""
-        if self._guarded:
-            self._guarded = False
+        if self.guarded:
+            self.guarded = False
             for stand_ins in self._guards:
                 stand_ins.undo()
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..config import BackwardPrefetch, TrainingState
+from ..config import TrainingState
 from ..errors import TrainingStateError, UnsupportedError, UsageError, describe
 from ..flat.tables import Guard
 from ..names import join_names
@@ -316,7 +316,8 @@ class Root:
             self.in_full_precision = False
             self.guard.on = False
             for unit in self.units:
-                unit.unguard()
+                if unit.guarded:
+                    unit.unguard()
             if self.order_check.on and not self.lockstep.on:
                 self._check_order(entry)
             self._order_is_agreed = self._order_is_agreed or not self.lockstep.on
@@ -404,15 +405,14 @@ class Root:
             return False
         return _engine_frame() is not frame and not _is_running(frame)
 
-    def prefetch_backward(self, unit: Unit, moment: BackwardPrefetch) -> None:
-        """Start gathering what finished its forward before ``unit``, if this is the configured moment."""
-        if unit.config.backward_prefetch is moment:
-            if self._is_under_way(self.order.before(unit.index)):
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start gathering what finished its forward before ``unit``."""
+        if self._is_under_way(self.order.before(unit.index)):
+            return
+        for ahead in self._burst(unit, self.order.before):
+            if ahead.index in self._backward_done:
                 return
-            for ahead in self._burst(unit, self.order.before):
-                if ahead.index in self._backward_done:
-                    return
-                ahead.start_unshard()
+            ahead.start_unshard()
 
     def is_done(self, unit: Unit) -> bool:
         """Whether the running backward has reduced the gradients of ``unit``."""

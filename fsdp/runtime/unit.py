@@ -32,6 +32,9 @@ from .residency import SHARDED, UNSHARDED, Residency, ResidentUnit, UnitConfig
 
 __all__ = ["Residency", "Unit", "UnitConfig", "living_units"]
 
+# As globals, as those of ``Residency``.
+_BACKWARD_PRE, _BACKWARD_POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
 
 class Unit(ResidentUnit):
     """A wrapped module and the handles of the parameters it owns; the hook points of one step.
@@ -59,6 +62,7 @@ class Unit(ResidentUnit):
         offloaded: Whether the shards rest on the host.
         new_reduction: Makes the reduction of the unit's gradients.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
+        guarded: Whether stand-ins are in the modules' dictionaries, in front of users' parameters.
         armed: Whether gradients are about to arrive.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
         on_new_handles: Called when the unit has other handles than before.
@@ -411,7 +415,8 @@ class Unit(ResidentUnit):
             self._arm()
         if self._gathers_in_backward:
             self.start_unshard()
-        root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
+        if self.config.backward_prefetch is _BACKWARD_PRE:
+            root.prefetch_backward(self)
         if self.residency is not SHARDED:
             self.wait_unshard()
             # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
@@ -489,7 +494,8 @@ class Unit(ResidentUnit):
             root.reduce(self)
         else:
             self.gradients.keep()
-        root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
+        if self.config.backward_prefetch is _BACKWARD_POST:
+            root.prefetch_backward(self)
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
