@@ -191,11 +191,11 @@ class FullyShardedDataParallel(
         check_renormed(module, ignored, axes)
         check_foreign(module, ignored)
         ties = find_ties(module, _outermost_units(module), _is_wrapped)
+        is_auto = isinstance(auto_wrap_policy, AutoWrapPolicy)
+        lean = {child for child in module.modules() if is_auto and reads_nothing_in_backward(child)}
         built = build_units(module, overrides, ignored, _is_wrapped, ties)
-        if isinstance(auto_wrap_policy, AutoWrapPolicy):
-            for child, unit in built.items():
-                if reads_nothing_in_backward(child):
-                    unit.unshard_in_backward(wanted=False)
+        for child in lean & built.keys():
+            built[child].unshard_in_backward(wanted=False)
         wrappers = {
             child: wrap_child(type(self), child, unit, overrides[child])
             for child, unit in built.items()

@@ -8,12 +8,14 @@ Note [Direct sums]
     It also takes less time than gloo (measured, docs/explanation/performance.md).
 
     Each rank posts its part of a chunk, waits for those of the others, adds them up, and posts the next one when all
-    have read its own: one region of :data:`CHUNK_BYTES` is all the memory there is.  A rank that is interrupted from
-    the keyboard sends the rest before it says so: the others have begun to sum.
+    have read its own: one region of :data:`CHUNK_BYTES` is all the memory there is.  A rank that is interrupted, from
+    the keyboard or by another signal, sends the rest before it says so: the others have begun to sum.  It goes on with
+    the very step where it was: a chunk sent twice would wait for ever to be read twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -57,14 +59,17 @@ class DirectSum:
             for start in range(0, out.numel(), self._step(out))
         ]
         self._first = line.reserve(len(self._chunks))
-        self._done = 0
+        self._done = self._added = self._let_go = 0
 
     def wait(self) -> None:
         """Sum all chunks, in turn with the neighbours."""
         try:
             self._sum()
-        except KeyboardInterrupt:
-            self._sum()
+        except RuntimeError:
+            raise  # communication has failed
+        except BaseException:  # from a signal's handler
+            with contextlib.suppress(RuntimeError):  # what has interrupted is what to tell
+                self._sum()
             raise
 
     def _step(self, out: torch.Tensor) -> int:
@@ -72,7 +77,7 @@ class DirectSum:
         return max(1, self._nbytes // out.itemsize)
 
     def _sum(self) -> None:
-        """Go on after what has been done; doing a chunk twice would change nothing."""
+        """Go on after what has been done, which may be a part of a chunk."""
         line = self._line
         peers = line.neighbours.ranks
         while self._done < len(self._chunks):
@@ -81,9 +86,14 @@ class DirectSum:
             out = whole[start : start + self._step(whole)]
             parts = [of_rank.part(start, start + out.numel()) for of_rank in slices]
             number = self._first + self._done
-            line.send_pieces(number, [parts[peer] for peer in peers], out.dtype)
-            add = _Addition(line, self._rank, parts[self._rank], out)
-            line.receive(number, add.run)
+            if not line.has_sent(number):
+                line.send_pieces(number, [parts[peer] for peer in peers], out.dtype)
+            if self._added == self._done:
+                line.read(number, _Addition(line, self._rank, parts[self._rank], out).run)
+                self._added += 1
+            while self._let_go < (self._done + 1) * len(peers):
+                line.let_go(number, peers[self._let_go % len(peers)])
+                self._let_go += 1
             self._done += 1
 
 

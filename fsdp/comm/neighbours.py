@@ -128,15 +128,27 @@ class Line:
         """Send a reserved message, which lies in pieces, to each neighbour (see ``Neighbours.post_pieces``)."""
         self.neighbours.post_pieces(self._channel, number, pieces, dtype, self._check)
 
+    def has_sent(self, number: int) -> bool:
+        """Whether message ``number``, which is not older than the last one sent, has been sent."""
+        return self.neighbours.has_announced(self._channel, number)
+
     def receive(self, number: int, read: Callable[[Mapping[int, int]], None]) -> None:
         """Let ``read`` have where each neighbour's message ``number`` begins, then let them go."""
+        self.read(number, read)
+        for rank in self.neighbours.ranks:
+            self.let_go(number, rank)
+
+    def read(self, number: int, read: Callable[[Mapping[int, int]], None]) -> None:
+        """Let ``read`` have where each neighbour's message ``number`` begins."""
         near = self.neighbours
         starts = {
             rank: near.wait_for(self._channel, number, rank, self._check) for rank in near.ranks
         }
         read(starts)
-        for rank in near.ranks:
-            near.acknowledge(self._channel, number, rank)
+
+    def let_go(self, number: int, rank: int) -> None:
+        """Let ``rank`` use the memory of its message ``number`` again; once only."""
+        self.neighbours.acknowledge(self._channel, number, rank)
 
     def abandon(self, number: int) -> None:
         """Message ``number`` of each neighbour will not be read, though it may be still to come."""

@@ -210,13 +210,13 @@ class Neighbour:
 
 
 class _Unread(NamedTuple):
-    """A message in the own segment: its region, the region's size class, its channel and number, how it was posted."""
+    """A message in the own segment: its region, the region's size class, its channel and number, who posts pieces."""
 
     region: int
     size_class: int
     channel: int
     number: int
-    in_pieces: bool
+    thread: int | None
 
 
 @dataclass(slots=True)
@@ -301,7 +301,7 @@ class Neighbours:
         dtype: torch.dtype,
         check: Check,
     ) -> None:
-        """The same, of what lies in pieces, when all have read the message in pieces before.
+        """The same, of what lies in pieces, when all have read the thread's message in pieces before.
 
         A neighbour finds its own pieces without gaps between them, as ``dtype``.
 
@@ -315,8 +315,10 @@ class Neighbours:
         words = self._mine.words
         sizes = [sum(piece.numel() for piece in of_one) * dtype.itemsize for of_one in pieces]
         with self._lock:
+            self._withdraw(channel, number)
             room = sum(map(_padded, sizes)) + self._header
-            region = self._take_region(room, channel, number, check, in_pieces=True)
+            thread = threading.get_ident()
+            region = self._take_region(room, channel, number, check, thread=thread)
             head = region // _WORD
             at = region + self._header
             for place, (of_one, size) in enumerate(zip(pieces, sizes, strict=True)):
@@ -354,6 +356,10 @@ class Neighbours:
             self._poll(lambda: words[row] > number, peer, check)
         return words[words[row + 1 + number % _RING] // _WORD + 2 * peer.place + 1]
 
+    def has_announced(self, channel: int, number: int) -> bool:
+        """Whether this rank has posted message ``number`` of ``channel``."""
+        return self._mine.words[_BOARD // _WORD + channel * _ROW_WORDS] > number
+
     def has_posted(self, channel: int, number: int, rank: int) -> bool:
         """Whether message ``number`` of ``channel`` from ``rank`` is there."""
         words = self._peers[rank].segment.words
@@ -384,14 +390,22 @@ class Neighbours:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _take_region(
-        self, nbytes: int, channel: int, number: int, check: Check, *, in_pieces: bool = False
+        self,
+        nbytes: int,
+        channel: int,
+        number: int,
+        check: Check,
+        *,
+        thread: int | None = None,
     ) -> int:
         """A region of at least ``nbytes`` for message ``number`` of ``channel``.
 
         Messages in pieces have one region at a time, whatever they are; memory that a longer message has touched
-        costs them nothing more.
+        costs them nothing more.  Each ``thread`` that posts them has its own: peers read what another one has posted
+        only when they have posted theirs, and those of a peer may be waiting for this rank's in a circle.
         """
         size_class = max(nbytes - 1, _PAGE - 1).bit_length()
+        in_pieces = thread is not None
         spare = _SPARE_CLASSES if in_pieces else 0
         arena = self._arena
         self._collect_read()
@@ -401,7 +415,11 @@ class Neighbours:
             ahead = [
                 unread
                 for unread in arena.unread
-                if (unread.in_pieces if in_pieces else (unread.channel, unread.number) == last)
+                if (
+                    unread.thread == thread
+                    if in_pieces
+                    else (unread.channel, unread.number) == last
+                )
             ]
             size_class = arena.class_with_room(size_class, spare)
             is_full = not arena.free[size_class] and arena.end + (1 << size_class) > _SEGMENT
@@ -416,8 +434,15 @@ class Neighbours:
         else:
             region = arena.end
             arena.end += 1 << size_class
-        arena.unread.append(_Unread(region, size_class, channel, number, in_pieces))
+        arena.unread.append(_Unread(region, size_class, channel, number, thread))
         return region
+
+    def _withdraw(self, channel: int, number: int) -> None:
+        """Take back what an interrupted post of the message has left, of which nobody has been told."""
+        for message in self._arena.unread:
+            if (message.channel, message.number) == (channel, number):
+                for place in range(len(self.ranks)):
+                    self._mine.words[message.region // _WORD + 2 * place] = 1
 
     def _collect_read(self) -> None:
         arena = self._arena

@@ -62,9 +62,12 @@ def efficient_bytes(world_size: int, *, on_cpu: bool) -> int:
 def reads_nothing_in_backward(module: nn.Module) -> bool:
     """Whether the backward of ``module`` needs no values of its parameters.
 
-    By its class alone, of which ranks cannot have different opinions; a class derived from it may do anything.
+    By its class and its parameters alone, of which ranks cannot have different opinions; a class derived from it may do
+    anything, and a weight that is made of other parameters (``weight_norm``) is made anew in the backward of those.
     """
-    return type(module) is nn.Embedding
+    return type(module) is nn.Embedding and [name for name, _ in module.named_parameters()] == [
+        "weight"
+    ]
 
 
 class AutoWrapPolicy(_Policy):

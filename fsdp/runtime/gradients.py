@@ -175,9 +175,9 @@ class Gradients:
             return None
         leaf = handle.unsharded.leaves[0]
         grad = leaf.grad
-        if grad is None or grad.layout is not torch.strided or handle.has_tensor_shards:
+        if grad is None or handle.has_tensor_shards or not _lie_as(layout, [grad]):
             return None
-        if layout.padded_numel != grad.numel() or grad.stride() != layout.slots[0].stride:
+        if layout.padded_numel != grad.numel():
             return None
         if grad.dtype is not unit.reduce_dtype(handle) or unit.root.differentiable:
             return None
@@ -286,9 +286,14 @@ class Gradients:
 
 
 def _lie_as(layout: FlatLayout, grads: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the elements of each gradient lie one after another as in its slot."""
+    """Whether the elements of each gradient lie one after another as in its slot, none still to be conjugated."""
     return all(
-        grad is None or (grad.layout is torch.strided and grad.stride() == slot.stride)
+        grad is None
+        or (
+            grad.layout is torch.strided
+            and grad.stride() == slot.stride
+            and not (grad.is_conj() or grad.is_neg())
+        )
         for slot, grad in zip(layout.slots, grads, strict=True)
     )
 

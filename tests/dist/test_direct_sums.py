@@ -6,6 +6,7 @@ Oracles: the dense one-process model, and the same script through sockets, which
 from __future__ import annotations
 
 import os
+import threading
 from itertools import chain
 
 import pytest
@@ -19,10 +20,11 @@ from fsdp.comm import direct
 from fsdp.comm.collectives import InPieces
 from fsdp.comm.direct import CHUNK_BYTES, SHORTEST_SUM, SHORTEST_SUM_INSIDE
 from fsdp.comm.process_group import PointToPointCollectives
+from fsdp.comm.shared_memory import Neighbours
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.oracles import full_grads, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_outcomes
 
 BOTH = (False, True)
 WIDTH = 901  # a unit of 4.6 MiB
@@ -129,6 +131,42 @@ def test_casts_and_sums_equal_those_through_sockets_bit_by_bit(world_size):
     for mine, theirs in zip(directly, through_sockets, strict=True):
         for a, b in zip(chain(*mine), chain(*theirs), strict=True):
             assert torch.equal(a, b)
+
+
+class Conjugated(nn.Module):
+    """Autograd leaves the conjugation of its gradients to whoever reads them."""
+
+    def __init__(self, params):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(700, 700), (701,)][:params]
+        weights = [nn.Parameter(torch.randn(size, dtype=torch.complex64)) for size in sizes]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, seed):
+        torch.manual_seed(seed)
+        products = [torch.randn_like(weight) * weight.conj() for weight in self.weights]
+        return sum(product.sum().abs() for product in products)
+
+
+def conjugated(alone):
+    if alone:
+        os.environ["FSDP_SHARED_MEMORY"] = "0"
+
+    def script(model, rank):
+        model(rank).backward()
+
+    for params in (1, 2):
+        expected = mean_grads(Conjugated(params), script, range(dist.get_world_size()))
+        for orig in BOTH:
+            model = FSDP(Conjugated(params), use_orig_params=orig)
+            script(model, dist.get_rank())
+            assert_close(expected, full_grads(model), GRADIENTS)
+
+
+@pytest.mark.parametrize("alone", BOTH)
+def test_gradients_that_are_still_to_be_conjugated_are(alone):
+    run_ranks(conjugated, 2, alone)
 
 
 def hybrid():
@@ -278,3 +316,82 @@ def interrupted():
 
 def test_a_rank_that_is_interrupted_sends_the_rest_first():
     run_ranks(interrupted, 2)
+
+
+def sum_of_ones(collectives, rank):
+    pieces = [[torch.full((300_000,), float(rank))] for _ in range(2)]
+    out = torch.empty(300_000)
+    collectives.sum_directly([InPieces(pieces, out)])
+    return out
+
+
+def interrupted_in(step, error):
+    """Rank 0 is interrupted in the second chunk, when it comes to ``step``."""
+    rank = dist.get_rank()
+    collectives = PointToPointCollectives(dist.group.WORLD)
+    assert collectives.sums_directly()
+    run = getattr(Neighbours, step)
+    calls = []
+
+    def interrupt(*args):
+        calls.append(step)
+        if rank == 0 and len(calls) == 2:
+            raise error
+        return run(*args)
+
+    setattr(Neighbours, step, interrupt)
+    try:
+        assert torch.equal(sum_of_ones(collectives, rank), torch.ones(300_000))
+        assert rank == 1
+    except error:
+        assert rank == 0
+    assert torch.equal(sum_of_ones(collectives, rank), torch.ones(300_000))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "step", ["post_pieces", "_write", "_announce", "wait_for", "view", "acknowledge"]
+)
+def test_a_rank_may_be_interrupted_anywhere_in_a_sum(step, error):
+    run_ranks(interrupted_in, 2, step, error, timeout=10)
+
+
+def interrupted_and_left():
+    collectives = PointToPointCollectives(dist.group.WORLD)
+    assert collectives.sums_directly()
+    rank = dist.get_rank()
+    wait_for = Neighbours.wait_for
+
+    def leave(*args):
+        Neighbours.wait_for = wait_for
+        if rank == 1:
+            os._exit(3)
+        raise KeyboardInterrupt
+
+    Neighbours.wait_for = leave
+    sum_of_ones(collectives, rank)
+
+
+def test_an_interrupted_rank_says_so_though_another_one_has_ended():
+    first, second = run_ranks_outcomes(interrupted_and_left, 2)
+    assert first.error_type == "KeyboardInterrupt"
+    assert second.exit_code == 3
+
+
+def in_threads():
+    """Backwards of two models at once, which every rank begins in another order."""
+    models = [FSDP(nn.Linear(1200, 1200)) for _ in range(2)]
+    order = slice(None, None, 1 if dist.get_rank() else -1)
+    for _ in range(10):
+        losses = [model(torch.ones(1, 1200)).sum() for model in models]
+        threads = [threading.Thread(target=loss.backward) for loss in losses[order]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for model in models:
+        assert torch.equal(model.flat_param.grad, torch.full_like(model.flat_param, 10))
+
+
+def test_two_threads_of_a_rank_may_sum_at_once():
+    run_ranks(in_threads, 2, timeout=20)

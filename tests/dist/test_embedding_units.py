@@ -137,6 +137,32 @@ def test_the_automatic_policy_gathers_an_embedding_for_the_forward_only(world_si
     run_ranks(automatic, world_size)
 
 
+class Normed(nn.Module):
+    """An embedding whose weight is made of other parameters, by a hook."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = norm(nn.Embedding(7, 5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        return self.last(self.tokens(tokens)).sin().sum()
+
+
+def made_of_others():
+    for norm in (nn.utils.weight_norm, nn.utils.spectral_norm):
+        for orig in BOTH:
+            torch.manual_seed(dist.get_rank())
+            model = FSDP(Normed(norm), auto_wrap_policy=AutoWrapPolicy(1), use_orig_params=orig)
+            assert model.module.tokens._unit.unshards_in_backward
+            model(tokens_of(dist.get_rank(), 0)).backward()
+
+
+def test_the_automatic_policy_gathers_an_embedding_again_whose_weight_is_made_in_its_forward():
+    run_ranks(made_of_others, 2)
+
+
 def read_again():
     for orig in BOTH:
         model = wrapped(Model(), lean=False, use_orig_params=orig)

@@ -83,6 +83,8 @@ def _difference(
         return f"expected {_kind(want)}, got {_kind(got)}"
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"expected {_kind(want)}, got {_kind(got)}"
+    if want.is_complex():
+        want, got = (torch.view_as_real(tensor.resolve_conj()) for tensor in (want, got))
     if want.dtype.is_floating_point:
         off = (got.double() - want.double()).abs()
         bound = tolerance.atol + tolerance.rtol * want.double().abs()
