@@ -111,30 +111,31 @@ def on_current_stream(options: T) -> T:
     return options
 
 
-def all_gather_into(
-    group: ProcessGroup, output: torch.Tensor, shard: torch.Tensor, options: Any
-) -> Work | None:
-    """Launch an all-gather of equal shards into one tensor; ``shard`` may be its own slice of ``output``.
+def all_gather_of(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor, Any], Work | None]:
+    """What launches all-gathers of equal shards: into one tensor, of a shard that may be its own slice, with options.
 
     Why: ``dist.all_gather_into_tensor`` spends several times the launch itself on argument checks and logging.
-    torch 2.13 names the same binding ``all_gather_single``; this is the one place that chooses.
+    torch 2.13 names the same binding ``all_gather_single``; this is the one place that chooses.  A stand-in that only
+    knows rank and size has neither.
     """
-    launch: Any = getattr(group, "_allgather_base", None) or group.all_gather_single
-    work: Work | None = launch(output, shard, options)
-    return work
+    launch: Any = getattr(group, "_allgather_base", None) or getattr(
+        group, "all_gather_single", None
+    )
+    return cast("Callable[[torch.Tensor, torch.Tensor, Any], Work | None]", launch)
 
 
-def reduce_scatter_into(
-    group: ProcessGroup, output: torch.Tensor, whole: torch.Tensor, options: Any
-) -> Work | None:
-    """Launch a reduce-scatter of ``whole`` into this rank's ``output`` (see :func:`all_gather_into`)."""
-    launch: Any = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
-    work: Work | None = launch(output, whole, options)
-    return work
+def reduce_scatter_of(
+    group: ProcessGroup,
+) -> Callable[[torch.Tensor, torch.Tensor, Any], Work | None]:
+    """What launches reduce-scatters: into this rank's slice, of a whole tensor, with options (as above)."""
+    launch: Any = getattr(group, "_reduce_scatter_base", None) or getattr(
+        group, "reduce_scatter_single", None
+    )
+    return cast("Callable[[torch.Tensor, torch.Tensor, Any], Work | None]", launch)
 
 
 def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Any) -> Work:
-    """Launch an in-place all-reduce (see :func:`all_gather_into` for why not ``dist.all_reduce``)."""
+    """Launch an in-place all-reduce (see :func:`all_gather_of` for why not ``dist.all_reduce``)."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
     work: Work = group.allreduce([tensor], options)

@@ -91,6 +91,8 @@ class NativeCollectives:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._launch_gather = _torch.all_gather_of(group)
+        self._launch_reduce = _torch.reduce_scatter_of(group)
         self._gather_options = _torch.gather_options()
         self._sum_options = _torch.on_current_stream(dist.ReduceScatterOptions())
         self._mean_options = _torch.on_current_stream(dist.ReduceScatterOptions())
@@ -113,7 +115,7 @@ class NativeCollectives:
 
     def _gather(self, gather: Gather) -> Work | None:
         own = gather.slices[self.rank]
-        return _torch.all_gather_into(self._group, gather.whole, own, self._gather_options)
+        return self._launch_gather(gather.whole, own, self._gather_options)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
@@ -123,7 +125,7 @@ class NativeCollectives:
 
     def _reduce(self, reduce: Reduce) -> Work | None:
         options = self._mean_options if reduce.mean else self._sum_options
-        return _torch.reduce_scatter_into(self._group, reduce.out, reduce.whole, options)
+        return self._launch_reduce(reduce.out, reduce.whole, options)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""

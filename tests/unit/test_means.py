@@ -21,13 +21,16 @@ def reduced(monkeypatch, world_size, reduce_dtype, orig, divisor=None):
     weights, which the gradient of this loss knows nothing of.
     """
     ops = []
-    launch = _torch.reduce_scatter_into
+    launcher = _torch.reduce_scatter_of
 
-    def noted(group, output, whole, options):
-        ops.append(options.reduceOp)
-        return launch(group, output, whole, options)
+    def noting(group):
+        def launch(output, whole, options):
+            ops.append(options.reduceOp)
+            return launcher(group)(output, whole, options)
 
-    monkeypatch.setattr(_torch, "reduce_scatter_into", noted)
+        return launch
+
+    monkeypatch.setattr(_torch, "reduce_scatter_of", noting)
     torch.manual_seed(0)
     module, batch, scales = nn.Linear(5, 7, bias=False), torch.randn(3, 5), torch.randn(3, 7)
     (module(batch) * scales).sum().backward()

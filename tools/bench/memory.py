@@ -11,7 +11,6 @@ import argparse
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +71,15 @@ CASES = {
 }
 
 
-def _lean(name: str, model: nn.Module, setting: Setting) -> nn.Module:
-    """``name`` without a gather of the embedding in the backward, which FSDP2 and we can be asked for."""
-    wrapped = CONTENDERS[name](model, setting)
+def _lean(model: nn.Module, setting: Setting) -> nn.Module:
+    """FSDP2 without a gather of the embedding in the backward, for which it has to be asked."""
+    wrapped = CONTENDERS["fsdp2"](model, setting)
     tokens: Any = wrapped.tokens
-    if (
-        type(tokens) is not nn.Embedding
-    ):  # which the automatic policy leaves to the root if it is tiny
-        tokens.set_unshard_in_backward(False)
+    tokens.set_unshard_in_backward(False)
     return wrapped
 
 
-LEAN: dict[str, Builder] = {
-    "fsdp2-lean": partial(_lean, "fsdp2"),
-    "ours-lean": partial(_lean, "ours-flat"),
-}
+LEAN: dict[str, Builder] = {"fsdp2-lean": _lean}
 _ALL: dict[str, Builder] = {**CONTENDERS, **LEAN}
 
 
