@@ -329,6 +329,11 @@ class FlatParamHandle(ExposedParams):
         """Whether module code wrote into its parameters in place since :meth:`keep_leaf_edits` last looked."""
         return _torch.sum_of_versions(self.unsharded.leaves) != self._leaf_versions
 
+    @property
+    def leaves_elsewhere(self) -> bool:
+        """Whether module code gave a parameter other memory while they are gathered."""
+        return not self.has_tensor_shards and self.unsharded.is_elsewhere
+
     def keep_leaf_edits(self) -> None:
         """If module code wrote into its parameters in place, write this rank's slice back to the shard."""
         versions = _torch.sum_of_versions(self.unsharded.leaves)

@@ -59,6 +59,12 @@ class OffloadedHandle(FlatParamHandle):
             copy.copy_(self.flat_param.data, non_blocking=True)
         own.copy_(copy)
 
+    def take_own_slice(self) -> None:
+        """The device's copy, which the backward reads, follows."""
+        super().take_own_slice()
+        if self._copy is not None:
+            self._copy.copy_(self.unsharded.own)
+
     def drop_copy(self) -> None:
         """Free the device's copy of the shard until the next forward."""
         self._copy = None

@@ -178,6 +178,8 @@ class UnshardedStorage:
         "_aside",
         "_frozen",
         "_nbytes",
+        "_placed",
+        "_places",
         "_resident",
         "_storage",
         "_versions",
@@ -198,6 +200,9 @@ class UnshardedStorage:
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._resident = resident
+        placed = [slot.span for slot in layout.slots if slot.span.numel]
+        self._placed = len(placed)
+        self._places = sum(span.start for span in placed) * flat.element_size()
         self.trained = False
         self._frozen: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
@@ -207,6 +212,12 @@ class UnshardedStorage:
     def covers(self, address: int) -> bool:
         """Whether ``address`` is in the memory; never while there is none."""
         return 0 <= address - self.flat.data_ptr() < self._storage.nbytes()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a leaf has other memory than it should, while there is any (``weight.data = value``)."""
+        expected = self._placed * self.flat.data_ptr() + self._places
+        return sum(map(_torch.data_ptr, self.leaves)) != expected
 
     def follow_leaves(self, *, read_again: bool = True) -> None:
         """The leaves are those that stay: see which are trained.

@@ -111,6 +111,7 @@ class _Summoned:
                 param.grad = grad
             if (writeback or handle.layout.world_size == 1) and handle in self._grads:
                 self._write_grads_back(handle, self._grads[handle].whole)
+        self._unit.follow_new_hooks()
         if has_new_leaves:
             self._unit.follow_new_leaves()
 

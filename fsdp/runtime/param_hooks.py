@@ -7,7 +7,8 @@ Note [Hooks of parameters]
     so ``fn`` may step an optimizer and drop the gradient; not inside ``no_sync``, where nothing is published, and not
     on a rank that holds nothing of the parameter.
     In flat mode hooks of the first kind belong on the original parameters, before wrapping, and those of the second
-    on the flat ones; the other combinations would never run, and are refused by the first forward.
+    on the flat ones; the other combinations would never run, and are refused by the next forward.
+    Whole parameters (``summon_full_params``) may get hooks later, too.
 
 Note [Gradients past the leaves]
     A gradient reaches a sharded parameter itself only if somebody computed with it outside its unit's forward: with
@@ -65,6 +66,10 @@ class ParamHooks:
         ]
         self._handles = handles
         self._watched = [param for handle in handles for param in handle.exposed]
+        self._looked = False
+
+    def look_again(self) -> None:
+        """Hooks may be on parameters that flat mode has replaced, which nobody looks at in every forward."""
         self._looked = False
 
     def follow(self) -> None:

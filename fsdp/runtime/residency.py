@@ -95,6 +95,7 @@ class ResidentUnit(ABC):
     __slots__ = (
         "_active",
         "_awaits_inputs",
+        "_before",
         "_compressed",
         "_gathered",
         "_gathering",
@@ -162,6 +163,7 @@ class ResidentUnit(ABC):
         self._guards: tuple[Writes, ...] = ()
         self._awaits_inputs = False
         self._left = 0
+        self._before: list[torch.Tensor] | None = None
         self._writes_silently = False
         self.tensor: Collectives = Loopback()
         self._choose_ways()
@@ -247,7 +249,9 @@ class ResidentUnit(ABC):
         if self.residency is SHARDED:
             return
         if self._shows_leaves and not self._active:
-            if self._writes_silently and _torch.in_backward():  # in a checkpointed layer's forward
+            # In a checkpointed layer's forward; but what is reduced may have been stepped by now.
+            rewritten = self._writes_silently and _torch.in_backward()
+            if rewritten and not self.root.is_done(self):
                 self._keep_silent_writes()
             self._show_sharded()
         if self.residency is GATHERING:
@@ -272,26 +276,45 @@ class ResidentUnit(ABC):
             for handle in self.handles:
                 handle.expose_leaves()
 
+    def _remember_values(self) -> None:
+        """The module's own forward begins: copy what it is about to see, if this is one to look at."""
+        times = self._left + 1
+        is_due = not times & (times - 1) and (times <= 2 or self.root.streams.host_synchronous)
+        is_new = is_due and self._compressed is None and not self._writes_silently
+        if is_new and not self._active and not self._captures:
+            self._before = [handle.unsharded.own.clone() for handle in self._gathered]
+
     def _leave(self) -> None:
         """The module's own forward has ended: keep what it wrote into its parameters, and show them sharded."""
-        times = self._left = self._left + 1
-        is_due = not times & (times - 1) and (times <= 2 or self.root.streams.host_synchronous)
-        if self._writes_silently or is_due:
+        self._left += 1
+        if (
+            self._writes_silently
+            or self._before is not None
+            or any(handle.leaves_elsewhere for handle in self.handles)
+        ):
             self._keep_silent_writes()
+        self._before = None
         self._show_sharded()
 
     def _keep_silent_writes(self) -> None:
         """See Note [Silent writes] in ``flat.silent``."""
         is_whole = self._shows_leaves and self.residency is UNSHARDED
-        is_exact = self._compressed is None
-        if is_whole and is_exact and not capturing(torch.get_device_module(self.config.device)):
+        if is_whole and self._compressed is None and not self._captures:
+            before = dict(zip(self._gathered, self._before or (), strict=False))
             for handle in self.handles:
-                self._writes_silently |= keep_silent_writes(handle, known=self._writes_silently)
+                known = self._writes_silently
+                self._writes_silently |= keep_silent_writes(handle, before.get(handle), known=known)
+
+    @property
+    def _captures(self) -> bool:
+        return capturing(torch.get_device_module(self.config.device))
 
     def _show_sharded(self) -> None:
         if self._shows_leaves and self.residency is UNSHARDED:
             for handle in self._gathered:
-                if self._compressed is not None and handle.leaves_edited:
+                if self._compressed is not None and (
+                    handle.leaves_edited or handle.leaves_elsewhere
+                ):
                     raise self._edited_while_rounded(handle)
                 handle.keep_leaf_edits()
         self._shows_leaves = False
@@ -348,6 +371,10 @@ class ResidentUnit(ABC):
                     handle.adopt_changes()
         self.root.streams.shards_written()
         self._prepare()
+
+    def follow_new_hooks(self) -> None:
+        """Users may have put hooks on whole parameters.  Collective: none."""
+        self._param_hooks.look_again()
 
     def follow_new_leaves(self) -> None:
         """Prepare for leaves that a handle has made anew.  Collective: none."""

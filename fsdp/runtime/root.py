@@ -26,7 +26,7 @@ from .lockstep import Lockstep
 from .offload import Away
 from .order_check import OrderCheck
 from .reduction import Reduction
-from .residency import GATHERING, SHARDED
+from .residency import GATHERING, SHARDED, ResidentUnit
 from .streams import Streams, streams_for
 from .tree import Tree
 from .unit import Unit
@@ -414,7 +414,7 @@ class Root:
                 return
             ahead.start_unshard()
 
-    def is_done(self, unit: Unit) -> bool:
+    def is_done(self, unit: ResidentUnit) -> bool:
         """Whether the running backward has reduced the gradients of ``unit``."""
         return unit.index in self._backward_done
 

@@ -265,6 +265,7 @@ class Unit(ResidentUnit):
             self.start_unshard()
             self.root.prefetch_forward(self)
             self.wait_unshard()
+            self._remember_values()
         self._active += 1
         self._show_leaves()
 
@@ -585,6 +586,7 @@ class Unit(ResidentUnit):
     def reset(self) -> None:
         """Forget a step that failed half way: gradients on the leaves, exposure, gathered parameters."""
         self._active = 0
+        self._before = None
         self.disarm()
         self.gradients.reset()
         self.unguard()

@@ -167,6 +167,22 @@ def test_a_hook_that_would_never_run_is_an_error_in_the_first_forward(world_size
     run_ranks(refused_hooks, world_size)
 
 
+def hooked_while_whole():
+    model = wrap(build())
+    model(batch(0)).sum().backward()
+    seen = []
+    with FSDP.summon_full_params(model):
+        for name, param in model.named_parameters():
+            param.register_hook(lambda grad, name=name: seen.append(name))
+    model(batch(0)).sum().backward()
+    assert sorted(seen) == sorted(name for name, _ in build().named_parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_hooks_put_on_whole_parameters_after_a_forward_run(world_size):
+    run_ranks(hooked_while_whole, world_size)
+
+
 def whole_shapes():
     for name in ("mlp", "gpt_tied", "odd", "lora"):
         item = entry(name)

@@ -5,6 +5,7 @@ Oracle: the dense model, which sees the rows of all ranks in turn.  Every forwar
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import UsageError
+from fsdp.optim import apply_optimizer_in_backward
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -133,8 +135,9 @@ def test_what_a_checkpointed_forward_writes_twice_is_trained_on(orig, world_size
     run_ranks(trained, world_size, True, use_orig_params=orig)
 
 
-def test_what_a_forward_writes_reaches_offloaded_shards():
-    run_ranks(trained, 3, False, cpu_offload=CPUOffload(offload_params=True))
+@pytest.mark.parametrize("what", ["offload_params", "offload_optimizer"])
+def test_what_a_forward_writes_reaches_offloaded_shards(what):
+    run_ranks(trained, 3, False, cpu_offload=CPUOffload(**{what: True}))
 
 
 def begins_late(use_orig_params):
@@ -154,6 +157,130 @@ def begins_late(use_orig_params):
 @pytest.mark.parametrize("orig", [False, True])
 def test_writes_that_begin_later_are_seen_by_the_next_look(orig):
     run_ranks(begins_late, 2, orig)
+
+
+def other_memory(use_orig_params, strategy):
+    dense = build(nothing)
+    model = FSDP(
+        build(nothing),
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Writer}),
+        use_orig_params=use_orig_params,
+    )
+    train(model, dense, range(4))
+    for net in (model, dense):
+        for layer in net.layers:
+            getattr(layer, "module", layer).write = data_replaced
+    for step in range(4, 8):  # the eighth forward is the next one that compares
+        assert train(model, dense, [step]) < 1e-12, step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_parameter_that_is_given_other_memory_at_any_time_is_followed(orig, world_size, strategy):
+    run_ranks(other_memory, world_size, orig, strategy)
+
+
+def turned(layer):
+    if layer.out_features == layer.in_features:
+        layer.weight.data = layer.weight.data.t()
+
+
+def turns(use_orig_params):
+    dense = build(turned)
+    model = FSDP(build(turned), use_orig_params=use_orig_params)
+    x = rows(0)[dist.get_rank()]
+    for _ in range(2):
+        assert torch.allclose(model(x), dense(x), rtol=0, atol=1e-12)
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_parameter_whose_memory_is_read_in_another_order_is_written_in_that_order(
+    orig, world_size
+):
+    run_ranks(turns, world_size, orig)
+
+
+class Momentum(nn.Module):
+    """Half of what is between them is added to the key encoder between the forwards of the two, as MoCo does."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        self.query, self.key = Writer(5, 7), Writer(5, 7).requires_grad_(False)
+        self.through_data = through_data
+
+    def forward(self, x):
+        query = self.query(x)
+        with torch.no_grad():
+            for mine, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                (mine.data if self.through_data else mine).lerp_(other, 0.5)
+        return query - self.key(x)
+
+
+def follows(through_data, strategy):
+    torch.manual_seed(0)
+    dense = Momentum(through_data).double()
+    model = FSDP(
+        copy.deepcopy(dense),
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Writer}),
+    )
+    for step in range(5):
+        dense(rows(step)[0])
+        model(rows(step)[0]).sum().backward()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, dense.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_written_into_shards_after_they_were_gathered_is_not_taken_for_old_values(
+    world_size, through_data, strategy
+):
+    run_ranks(follows, world_size, through_data, strategy)
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained one, which bounds its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(5, 5).requires_grad_(False)
+        self.adapter = nn.Linear(5, 5)
+
+    def forward(self, x):
+        through_data(self.adapter)
+        return (self.base(x) + self.adapter(x)).tanh()
+
+
+def steps_in_backward(**kwargs):
+    torch.manual_seed(0)
+    dense = nn.Sequential(Adapted(), Adapted(), Adapted()).double()
+    model = FSDP(copy.deepcopy(dense), auto_wrap_policy=ModuleWrapPolicy({Adapted}), **kwargs)
+    trained = [
+        [param for param in net.parameters() if param.requires_grad] for net in (dense, model)
+    ]
+    optimizer = torch.optim.SGD(trained[0], lr=0.5)
+    apply_optimizer_in_backward(model, torch.optim.SGD(trained[1], lr=0.5))
+    world_size = dist.get_world_size()
+    for step in range(3):
+        optimizer.zero_grad()
+        for mine in rows(step):
+            (dense(mine).square().mean() / world_size).backward()
+        model(rows(step)[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, dense.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"allow_unused": "any_rank"}])
+def test_a_step_in_the_backward_is_not_undone_by_what_the_forward_has_written(kwargs):
+    run_ranks(steps_in_backward, 2, **kwargs)
 
 
 def keeps_bits(write):
@@ -203,6 +330,10 @@ def another_shape(layer):
     layer.weight.data = layer.weight.data.t().contiguous()
 
 
+def fewer_rows(layer):
+    layer.weight.data = layer.weight.data[:-1]
+
+
 def refused(write, use_orig_params):
     model = FSDP(
         build(write),
@@ -221,6 +352,6 @@ def refused(write, use_orig_params):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("write", [another_parameter, another_dtype, another_shape])
+@pytest.mark.parametrize("write", [another_parameter, another_dtype, another_shape, fewer_rows])
 def test_another_parameter_dtype_or_shape_in_a_forward_is_refused_by_name(write, orig, world_size):
     run_ranks(refused, world_size, write, orig)
