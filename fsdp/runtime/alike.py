@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..comm.entry import EntryGate
+from ..errors import ShardMismatchError
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -22,6 +23,12 @@ class Likeness:
 
     def __init__(self) -> None:
         self._seen: set[EntryGate] = set()
+        self._found: ShardMismatchError | None = None
+
+    def check(self) -> None:
+        """Raise again what :meth:`see` has found, if anything: such ranks cannot train together.  Collective: none."""
+        if self._found is not None:
+            raise self._found.with_traceback(None)
 
     def see(self, unit: Unit, units: Sequence[Unit], sequence: str) -> None:
         """Compare, once a group, those of ``units`` that are over the group of ``unit``.
@@ -34,7 +41,12 @@ class Likeness:
         gate = unit.gate
         if gate not in self._seen:
             self._seen.add(gate)
-            gate.see_alike(sequence, [_description(other) for other in units if other.gate is gate])
+            built = [_description(other) for other in units if other.gate is gate]
+            try:
+                gate.see_alike(sequence, built)
+            except ShardMismatchError as error:
+                self._found = error
+                raise
 
 
 def _description(unit: Unit) -> str:

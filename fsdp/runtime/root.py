@@ -209,6 +209,7 @@ class Root:
         if _torch.in_backward():
             return
         self.recover()
+        self._likeness.check()
         _refuse_transforms(entry)
         self._entry_frame = _caller_of_caller()
         self._owner = threading.get_ident()

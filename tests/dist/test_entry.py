@@ -153,13 +153,14 @@ UNLIKE = {
 def built(case):
     make, told = UNLIKE[case]
     model = make()
-    started = time.monotonic()
-    with pytest.raises(ShardMismatchError, match=f"built different models: rank.*{told}"):
-        model(batch(dist.get_rank()))
-    assert time.monotonic() - started < 3.0
+    for _ in range(2):  # again, for who goes on
+        started = time.monotonic()
+        with pytest.raises(ShardMismatchError, match=f"built different models: rank.*{told}"):
+            model(batch(dist.get_rank()))
+        assert time.monotonic() - started < 3.0
 
 
 @pytest.mark.parametrize("case", UNLIKE)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_built_different_models_are_told_before_they_communicate(case, world_size):
+def test_ranks_that_built_different_models_are_told_before_they_communicate_each_time(case, world_size):
     run_ranks(built, world_size, case)
