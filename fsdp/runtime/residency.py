@@ -278,22 +278,22 @@ class ResidentUnit(ABC):
 
     def _remember_values(self) -> None:
         """The module's own forward begins: copy what it is about to see, if this is one to look at."""
-        times = self._left + 1
-        is_due = not times & (times - 1) and (times <= 2 or self.root.streams.host_synchronous)
-        is_new = is_due and self._compressed is None and not self._writes_silently
+        left = self._left
+        if left & (left + 1) or (left > 1 and not self.root.streams.host_synchronous):
+            return  # neither the first, second, fourth, eighth ...
+        is_new = self._compressed is None and not self._writes_silently
         if is_new and not self._active and not self._captures:
             self._before = [handle.unsharded.own.clone() for handle in self._gathered]
 
     def _leave(self) -> None:
         """The module's own forward has ended: keep what it wrote into its parameters, and show them sharded."""
         self._left += 1
-        if (
-            self._writes_silently
-            or self._before is not None
-            or any(handle.leaves_elsewhere for handle in self.handles)
-        ):
+        look = self._writes_silently or self._before is not None
+        for handle in self.handles:
+            look = look or handle.leaves_elsewhere
+        if look:
             self._keep_silent_writes()
-        self._before = None
+            self._before = None
         self._show_sharded()
 
     def _keep_silent_writes(self) -> None:
