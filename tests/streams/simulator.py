@@ -481,12 +481,7 @@ class _Watch(TorchDispatchMode):
         for argument, value in values:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             (writes if is_write else reads).extend(_tensors(value))
-        if (
-            schema.returns
-            and not writes
-            and not fresh
-            and func is not torch.ops.aten._local_scalar_dense.default
-        ):
+        if schema.returns and not writes and not fresh and schema.name not in _SYNCHRONISES:
             return result  # a view
         inputs = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
         made = [t for t in fresh if t.untyped_storage()._cdata not in inputs]

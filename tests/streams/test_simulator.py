@@ -145,3 +145,10 @@ def test_time_passes_where_operations_run():
         machine.current_stream().wait_stream(side)
         x.sum()
     assert machine.elapsed == 6.0
+
+
+def test_a_comparison_makes_the_host_wait():
+    machine = Machine()
+    with machine.watching():
+        torch.equal(torch.zeros(2), torch.ones(2))
+    assert machine.synchronisations == ["aten::equal"]
