@@ -13,6 +13,7 @@ import cProfile
 import operator
 import pstats
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,36 @@ from .report import Report, Table
 from .rounds import PHASES, Samples, Steps, time_rounds
 from .stats import combine, ratio, round_medians, summarize
 
-__all__ = ["add_arguments", "measure", "own_seconds", "run", "table"]
+__all__ = [
+    "COLLECTIVES",
+    "MICROSECONDS",
+    "THOUSANDS",
+    "BareCollectives",
+    "Scale",
+    "add_arguments",
+    "measure",
+    "own_cost",
+    "run",
+    "table",
+    "tiny",
+    "tiny_runners",
+]
 
 COLLECTIVES = "collectives"
 REFERENCES = ("fsdp1-flat", "fsdp1-orig", "fsdp2")
 PROFILED = ("ours-flat", "ours-orig")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a table shows for one of what the samples hold."""
+
+    unit: str
+    factor: float
+
+
+MICROSECONDS = Scale("us", 1e6)  # of seconds
+THOUSANDS = Scale("thousand", 1e-3)  # of instructions
 _PROFILE_STEPS = 20
 _PROFILE_LINES = 15
 
@@ -38,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``host_overhead``."""
     parser.add_argument("--world", type=int, nargs="+", default=[8], metavar="W", help="ranks (8)")
     parser.add_argument("--units", type=int, default=32, help="transformer blocks (32)")
-    parser.add_argument("--profile", action="store_true", help="show where our time goes")
+    parser.add_argument(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show where our time goes (yes)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -137,8 +168,8 @@ class BareCollectives:
         """Nothing."""
 
 
-def own_seconds(samples: Samples, name: str) -> list[float]:
-    """Seconds of forward and backward that are the wrapper's, round by round.
+def own_cost(samples: Samples, name: str) -> list[float]:
+    """What of forward and backward is the wrapper's, round by round: seconds, or whatever the samples hold.
 
     That is above the unwrapped model and, for a wrapper that shards, above what the fake group copies for it.
     """
@@ -148,40 +179,45 @@ def own_seconds(samples: Samples, name: str) -> list[float]:
     if name == "ddp" or COLLECTIVES not in samples:
         return own
     copies = round_medians(samples[COLLECTIVES]["forward_backward"])
-    return [seconds - copied for seconds, copied in zip(own, copies, strict=True)]
+    return [cost - copied for cost, copied in zip(own, copies, strict=True)]
 
 
-def table(title: str, samples: Samples, units: int) -> Table:
-    """Microseconds per unit and step, with ratios to torch's wrappers."""
+def table(title: str, samples: Samples, units: int, scale: Scale = MICROSECONDS) -> Table:
+    """Cost per unit and step, with ratios to torch's wrappers."""
+    factor = scale.factor / units
     wrapped = [name for name in samples if name not in (PLAIN, COLLECTIVES)]
-    own = {name: own_seconds(samples, name) for name in wrapped}
+    own = {name: own_cost(samples, name) for name in wrapped}
     references = [name for name in REFERENCES if name in own]
     rows = []
     for name in wrapped:
-        optimizer = summarize(round_medians(samples[name]["optimizer"])).scaled(1e6 / units)
+        optimizer = summarize(round_medians(samples[name]["optimizer"])).scaled(factor)
         ratios = [ratio(own[name], own[reference]) for reference in references]
         rows.append(
             (
                 name,
-                summarize(own[name]).scaled(1e6 / units).text(0),
+                summarize(own[name]).scaled(factor).text(0),
                 *("-" if value is None else value.text(2) for value in ratios),
                 optimizer.text(0),
             )
         )
-    columns = ("", "fwd+bwd us", *(f"/ {name}" for name in references), "optimizer us")
+    columns = (
+        "",
+        f"fwd+bwd {scale.unit}",
+        *(f"/ {name}" for name in references),
+        f"optimizer {scale.unit}",
+    )
     whole = [
-        _whole_row(name, samples, units, len(references))
+        _whole_row(name, samples, factor, len(references))
         for name in (PLAIN, COLLECTIVES)
         if name in samples
     ]
     return Table(title, columns, (*rows, *whole))
 
 
-def _whole_row(name: str, samples: Samples, units: int, references: int) -> tuple[str, ...]:
-    """A row of times from which nothing is subtracted."""
+def _whole_row(name: str, samples: Samples, factor: float, references: int) -> tuple[str, ...]:
+    """A row of what nothing is subtracted from."""
     phases = [
-        summarize(round_medians(samples[name][phase])).scaled(1e6 / units).text(0)
-        for phase in PHASES
+        summarize(round_medians(samples[name][phase])).scaled(factor).text(0) for phase in PHASES
     ]
     return (f"({name})", phases[0], *("" for _ in range(references)), phases[1])
 

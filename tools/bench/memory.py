@@ -1,4 +1,4 @@
-"""Peak resident memory of construction, first step and later steps, 2 gloo ranks, against the analytic minimum.
+"""Peak resident memory of construction, steps and a checkpoint, 2 gloo ranks, against the analytic minimum.
 
 Each contender has fresh processes: a peak is of a process.  The kernel's high-water mark (VmHWM) is reset before each
 phase, and glibc maps every allocation of 64 KiB and more by itself, so that what is freed leaves the resident set.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import world
-from .contenders import CONTENDERS, Builder, Setting, build_runner
+from .contenders import CONTENDERS, Builder, Runner, Setting, build_runner
 from .memory_minimum import Minimum, minimum
 from .models import GPT, Block, Shape
 from .report import Report, Table
@@ -27,7 +29,7 @@ from .stats import summarize
 
 __all__ = ["CASES", "Case", "add_arguments", "measure", "read_status", "run", "table"]
 
-PHASES = ("construction", "first step", "step", "rest")
+PHASES = ("construction", "first step", "step", "rest", "checkpoint")
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
 LATER_STEPS = 4  # what grows from step to step shows
 _MIB = 1 << 20
@@ -107,14 +109,7 @@ def run(arguments: argparse.Namespace) -> Report:
                 if name in LEAN and "tokens" not in CASES[case].large:
                     continue  # its embedding is no unit
                 try:
-                    ranks = world.run_gloo(
-                        measure,
-                        arguments.world,
-                        environment=_MAPPED,
-                        name=name,
-                        case=case,
-                        seed=arguments.seed,
-                    )
+                    ranks = _fresh_ranks(arguments.world, name, case, arguments.seed)
                 except Exception as error:  # noqa: BLE001  # any failure of a contender is a result
                     failures[f"{case}: {name}"] = " ".join(str(error).split())[-300:]
                     continue
@@ -137,9 +132,18 @@ def run(arguments: argparse.Namespace) -> Report:
             "MiB of the larger rank above the process before the model, median [quartiles] of repetitions.",
             "construction: unwrapped model, wrapping, optimizer object; first step: AdamW's moments included;",
             "rest: resident after a step.  / minimum: of the step, to the minimum and to the overlapped one.",
+            "checkpoint: model and optimizer saved in shards, by torch.distributed.checkpoint or our own.",
             *(line for case in cases for line in _explained(case, least[case])),
         ),
     )
+
+
+def _fresh_ranks(world_size: int, name: str, case: str, seed: int) -> list[dict[str, int]]:
+    """The peaks of every rank."""
+    with tempfile.TemporaryDirectory(prefix="fsdp-bench-") as folder:
+        return world.run_gloo(
+            measure, world_size, environment=_MAPPED, name=name, case=case, seed=seed, folder=folder
+        )
 
 
 def _explained(case: str, least: Minimum) -> tuple[str, str]:
@@ -151,8 +155,8 @@ def _explained(case: str, least: Minimum) -> tuple[str, str]:
     )
 
 
-def measure(*, name: str, case: str, seed: int) -> dict[str, int]:
-    """This rank's peaks in bytes above what the process had before, by phase.
+def measure(*, name: str, case: str, seed: int, folder: str) -> dict[str, int]:
+    """This rank's peaks in bytes above what the process had before, by phase; checkpoints go to ``folder``.
 
     Collective: call on all ranks.
     """
@@ -162,6 +166,7 @@ def measure(*, name: str, case: str, seed: int) -> dict[str, int]:
     runner = build_runner(name, GPT(tiny), setting, tiny.tokens(0), _ALL)
     runner.forward_backward()
     runner.optimizer_step()
+    save(name, runner, Path(folder, "tiny"))
     del runner
     gc.collect()
     before = read_status("VmRSS")
@@ -184,7 +189,27 @@ def measure(*, name: str, case: str, seed: int) -> dict[str, int]:
     _, first = peak(step)
     later = max(peak(step)[1] for _ in range(LATER_STEPS))
     rest = read_status("VmRSS") - before
-    return dict(zip(PHASES, (construction, first, later, rest), strict=True))
+    _, saving = peak(lambda: save(name, runner, Path(folder, "checkpoint")))
+    return dict(zip(PHASES, (construction, first, later, rest, saving), strict=True))
+
+
+def save(name: str, runner: Runner, folder: Path) -> None:
+    """Save model and optimizer in shards, as the contender's documentation does.
+
+    Collective: call on all ranks.
+    """
+    if name.startswith("ours"):
+        from fsdp import checkpoint
+
+        checkpoint.save(folder, runner.model, runner.optimizer)
+        return
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates what it uses itself
+        model, optimizer = get_state_dict(runner.model, runner.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
 
 def read_status(field: str) -> int:

@@ -131,6 +131,6 @@ def _cell(name: str, point: Point, result: dict[str, Any]) -> str:
     if name not in result["samples"]:
         return "-"
     units = point.shape.blocks + 1
-    own = summarize(host_overhead.own_seconds(result["samples"], name)).median * 1e6 / units
+    own = summarize(host_overhead.own_cost(result["samples"], name)).median * 1e6 / units
     kept = (result["resident"][name] - result["resident"][PLAIN]) / 1024 / units
     return f"{own:.0f}, {kept:.0f}"

@@ -33,7 +33,7 @@ _CONTENDERS = ("ddp", "fsdp1-flat", "fsdp1-orig", "fsdp2", "ours-flat", "ours-or
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``slow_link``."""
     parser.add_argument(
-        "--gigabits", type=float, nargs="+", default=[1, 2, 5], metavar="G", help="of the link"
+        "--gigabits", type=float, nargs="+", metavar="G", help="of the link (1 2 5; 2 if --quick)"
     )
     parser.add_argument(
         "--contender", choices=_CONTENDERS, nargs="+", default=list(_CONTENDERS), help="(all)"
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> Report:
     else:
         alone = world.run_fake(measure_alone, 2, own_cores=True, **case)
         samples["no communication"] = [result["samples"] for result in alone]
-        for gigabits in arguments.gigabits:
+        for gigabits in arguments.gigabits or ([2] if arguments.quick else [1, 2, 5]):
             with hosts.linked_hosts(gigabits) as names:
                 results = world.run_gloo(measure, 2, hosts=names, **case)
             samples[f"{gigabits:g} Gbit/s"] = [result["samples"] for result in results]
