@@ -7,6 +7,8 @@ reads the wrapper's first example would have; what differs from that is said bes
 from __future__ import annotations
 
 import copy
+import importlib
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["CONTENDERS", "Builder", "PLAIN", "Runner", "Setting", "build_all", "build_runner"]
+__all__ = [
+    "CONTENDERS",
+    "PLAIN",
+    "VARIANTS",
+    "Builder",
+    "Runner",
+    "Setting",
+    "build_all",
+    "build_runner",
+    "ours",
+]
 
 CPU = torch.device("cpu")
 PLAIN = "plain"  # the unwrapped model: what the others cost comes on top of its time
@@ -32,12 +44,14 @@ class Setting:
             which must choose the same.
         device: Where to compute.
         param_dtype: Dtype of compute and gathers; None for that of the parameters.  Reductions are then fp32.
+        compiled: Whether each block's forward is compiled (before wrapping, as in torch's own examples).
     """
 
     blocks: frozenset[type[nn.Module]]
     device: torch.device = CPU
     param_dtype: torch.dtype | None = None
     large: frozenset[str] = frozenset()
+    compiled: bool = False
 
     def units_of(self, model: nn.Module) -> set[nn.Module]:
         """The modules of ``model`` that become units."""
@@ -109,20 +123,34 @@ def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
     return model
 
 
-def _ours(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.Module:
-    from fsdp import FullyShardedDataParallel, MixedPrecision
-    from fsdp.wrap import ModuleWrapPolicy
-
+def ours(
+    model: nn.Module,
+    setting: Setting,
+    *,
+    use_orig_params: bool,
+    package: str = "fsdp",
+    **options: Any,
+) -> nn.Module:
+    """This package's wrapper; ``package`` is the name it was imported under."""
+    fsdp = importlib.import_module(package)
+    wrap = importlib.import_module(f"{package}.wrap")
     precision = None
     if setting.param_dtype is not None:
-        precision = MixedPrecision(setting.param_dtype, torch.float32)
-    return FullyShardedDataParallel(
+        precision = fsdp.MixedPrecision(setting.param_dtype, torch.float32)
+    wrapped: nn.Module = fsdp.FullyShardedDataParallel(
         model,
-        auto_wrap_policy="auto" if setting.large else ModuleWrapPolicy(setting.blocks),
+        auto_wrap_policy="auto" if setting.large else wrap.ModuleWrapPolicy(setting.blocks),
         use_orig_params=use_orig_params,
         mixed_precision=precision,
         device_id=setting.device if setting.device.type == "cuda" else None,
+        **options,
     )
+    return wrapped
+
+
+def _without_prefetch(model: nn.Module, setting: Setting) -> nn.Module:
+    """Ours with each gather of the backward where it is needed, beside nothing."""
+    return ours(model, setting, use_orig_params=False, backward_prefetch=None)
 
 
 CONTENDERS: dict[str, Builder] = {
@@ -131,9 +159,11 @@ CONTENDERS: dict[str, Builder] = {
     "fsdp1-flat": lambda model, setting: _fsdp1(model, setting, use_orig_params=False),
     "fsdp1-orig": lambda model, setting: _fsdp1(model, setting, use_orig_params=True),
     "fsdp2": _fsdp2,
-    "ours-flat": lambda model, setting: _ours(model, setting, use_orig_params=False),
-    "ours-orig": lambda model, setting: _ours(model, setting, use_orig_params=True),
+    "ours-flat": lambda model, setting: ours(model, setting, use_orig_params=False),
+    "ours-orig": lambda model, setting: ours(model, setting, use_orig_params=True),
 }
+
+VARIANTS: dict[str, Builder] = {"ours-flat-no-prefetch": _without_prefetch}  # who run when named
 
 
 @dataclass
@@ -161,15 +191,33 @@ def build_runner(
     model: nn.Module,
     setting: Setting,
     batch: Sequence[Tensor],
-    builders: Mapping[str, Builder] = CONTENDERS,
+    builders: Mapping[str, Builder] = CONTENDERS | VARIANTS,
 ) -> Runner:
     """Wrap ``model`` as contender ``name``.
 
     The optimizer is ``AdamW`` with torch's defaults: what it picks for a contender's parameters is part of the result.
     """
+    if setting.compiled:
+        _compile_blocks(model, setting.blocks)
     wrapped = builders[name](model, setting)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     return Runner(wrapped, optimizer, tuple(tensor.to(setting.device) for tensor in batch))
+
+
+def _compile_blocks(model: nn.Module, blocks: frozenset[type[nn.Module]]) -> None:
+    """Compile the forward of each block.
+
+    What torch compiles it keeps by code object, and looks through all that one has at every call.  So each contender
+    has a code object of its own, and none pays for the others.
+    """
+    own: dict[type[nn.Module], Any] = {}
+    for module in model.modules():
+        if (kind := type(module)) in blocks:
+            forward = kind.forward
+            own.setdefault(
+                kind, types.FunctionType(forward.__code__.replace(), forward.__globals__)
+            )
+            module.forward = torch.compile(types.MethodType(own[kind], module))
 
 
 def build_all(
@@ -179,7 +227,7 @@ def build_all(
     batch: Sequence[Tensor],
     *,
     warm_up: int = 1,
-    builders: Mapping[str, Builder] = CONTENDERS,
+    builders: Mapping[str, Builder] = CONTENDERS | VARIANTS,
 ) -> tuple[dict[str, Runner], dict[str, str]]:
     """Wrap a copy of ``model`` as each contender and train ``warm_up`` steps.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import world
-from .contenders import CONTENDERS, PLAIN, Runner, Setting, build_all
+from .contenders import CONTENDERS, PLAIN, Builder, Runner, Setting, build_all
 from .models import GPT, Block, Shape
 from .report import Report, Table
 from .rounds import PHASES, Samples, Steps, time_rounds
@@ -140,12 +140,18 @@ def measure(
 
 
 def tiny_runners(
-    shape: Shape, seed: int, names: tuple[str, ...] = tuple(CONTENDERS), *, warm_up: int = 1
+    shape: Shape,
+    seed: int,
+    names: tuple[str, ...] = tuple(CONTENDERS),
+    *,
+    warm_up: int = 1,
+    builders: Mapping[str, Builder] = CONTENDERS,
 ) -> tuple[dict[str, Runner], dict[str, str]]:
     """Contenders on a tiny GPT, in the default process group; and what failed."""
     torch.manual_seed(seed)
     setting = Setting(frozenset({Block}))
-    return build_all(names, GPT(shape), setting, shape.tokens(seed), warm_up=warm_up)
+    batch = shape.tokens(seed)
+    return build_all(names, GPT(shape), setting, batch, warm_up=warm_up, builders=builders)
 
 
 class BareCollectives:

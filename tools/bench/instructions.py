@@ -27,7 +27,7 @@ from .host_overhead import COLLECTIVES
 from .report import Report
 from .rounds import PHASES, Samples
 
-__all__ = ["add_arguments", "read_counts", "run", "scatter", "why_not"]
+__all__ = ["add_arguments", "compile_marks", "read_counts", "run", "scatter", "why_not"]
 
 _NAMES = (*CONTENDERS, COLLECTIVES)
 _QUICK_NAMES = tuple(name for name in _NAMES if name not in ("ddp", "fsdp1-orig"))
@@ -48,7 +48,7 @@ def why_not() -> str | None:
     if missing:
         return f"{', '.join(missing)} not found"
     with tempfile.TemporaryDirectory(prefix="fsdp-bench-") as folder:
-        done = _compile(Path(folder))
+        done = compile_marks(Path(folder))
     return f"cc: {done.stderr.strip()[-200:]}" if done.returncode else None
 
 
@@ -103,7 +103,7 @@ def _count(settings: dict[str, Any]) -> tuple[Samples, dict[str, str]]:
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="fsdp-bench-") as name:
         folder = Path(name)
-        _compile(folder)
+        compile_marks(folder)
         counted = (sys.executable, "-m", f"{__package__}.counted")
         command = [
             *("setarch", "-R", "valgrind", "--tool=callgrind", "--instr-atstart=no"),
@@ -126,7 +126,7 @@ def _count(settings: dict[str, Any]) -> tuple[Samples, dict[str, str]]:
     return samples, failures | dict.fromkeys(lost, "ended without a count")
 
 
-def _compile(folder: Path) -> subprocess.CompletedProcess[str]:
+def compile_marks(folder: Path) -> subprocess.CompletedProcess[str]:
     """Build the client requests, which need valgrind's own header."""
     source = folder / "marks.c"
     source.write_text(MARKS, encoding="ascii")

@@ -49,6 +49,7 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("host_overhead", "host time per unit and step on a fake process group"),
         Benchmark("instructions", "the same in instructions, counted by callgrind (valgrind)"),
+        Benchmark("ab", "host time of this package beside another version of it, by turns"),
         Benchmark("step_time", "time of a training step on 2 gloo ranks, three unit sizes"),
         Benchmark(
             "slow_link", "training step over links of 1, 2 and 5 Gbit/s, 2 hosts on one machine"

@@ -39,6 +39,7 @@ def time_rounds(
     seed: int,
     before_step: Callable[[], None] = lambda: None,
     finish: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Take ``steps`` timed steps of every runner in each of ``rounds`` rounds; one more before them goes untimed.
 
@@ -49,6 +50,7 @@ def time_rounds(
         seed: Of the order within rounds; the same on all ranks.
         before_step: Called before each step, untimed (a barrier between ranks).
         finish: Called at the end of each phase, timed (a device's synchronisation).
+        clock: Seconds since some moment.
     """
     samples: Samples = {name: {phase: [] for phase in PHASES} for name in runners}
     order = list(runners)
@@ -59,8 +61,8 @@ def time_rounds(
         shuffle.shuffle(order)
         for name in order:
             gc.collect()
-            _step(runners[name], before_step, finish)
-            timed = [_step(runners[name], before_step, finish) for _ in range(steps)]
+            _step(runners[name], before_step, finish, clock)
+            timed = [_step(runners[name], before_step, finish, clock) for _ in range(steps)]
             for phase, seconds in zip(PHASES, zip(*timed, strict=True), strict=True):
                 samples[name][phase].append(list(seconds))
     gc.unfreeze()
@@ -68,14 +70,17 @@ def time_rounds(
 
 
 def _step(
-    runner: Steps, before_step: Callable[[], None], finish: Callable[[], None]
+    runner: Steps,
+    before_step: Callable[[], None],
+    finish: Callable[[], None],
+    clock: Callable[[], float],
 ) -> tuple[float, float]:
     """Seconds of forward and backward, and of the optimizer."""
     before_step()
-    start = time.perf_counter()
+    start = clock()
     runner.forward_backward()
     finish()
-    middle = time.perf_counter()
+    middle = clock()
     runner.optimizer_step()
     finish()
-    return middle - start, time.perf_counter() - middle
+    return middle - start, clock() - middle

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import hosts, world
+from .contenders import VARIANTS
 from .models import Shape
 from .report import Report, Table
 from .rounds import Samples, time_rounds
@@ -27,7 +28,14 @@ __all__ = ["SHAPE", "add_arguments", "measure_alone", "run", "table"]
 # Enough compute for each parameter that a good overlap hides the transfers at 2 Gbit/s: 3 MiB a unit, 2048 tokens.
 SHAPE = Shape(8, dim=256, heads=8, batch=16, sequence=128)
 _ROUNDS, _QUICK_ROUNDS = (9, 2), (3, 1)
-_CONTENDERS = ("ddp", "fsdp1-flat", "fsdp1-orig", "fsdp2", "ours-flat", "ours-orig")
+_CONTENDERS = (
+    "ddp",
+    "fsdp1-flat",
+    "fsdp1-orig",
+    "fsdp2",
+    "ours-flat",
+    "ours-orig",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gigabits", type=float, nargs="+", metavar="G", help="of the link (1 2 5; 2 if --quick)"
     )
     parser.add_argument(
-        "--contender", choices=_CONTENDERS, nargs="+", default=list(_CONTENDERS), help="(all)"
+        "--contender",
+        choices=(*_CONTENDERS, *VARIANTS),
+        nargs="+",
+        default=list(_CONTENDERS),
+        help="(all)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="of a few steps each (9)")
 
@@ -100,12 +112,12 @@ def table(title: str, samples: Samples, alone: Samples) -> Table:
     medians = {name: round_medians(step_seconds(phases)) for name, phases in samples.items()}
     bare = {name: round_medians(step_seconds(phases)) for name, phases in alone.items()}
     rows = []
-    for name in _CONTENDERS:
-        if name not in medians or name not in bare:
+    for name, values in medians.items():
+        if name not in bare:
             continue
-        step, without = summarize(medians[name]), summarize(bare[name])
+        step, without = summarize(values), summarize(bare[name])
         beside = [
-            ratio(medians[name], medians[reference]) if reference in medians else None
+            ratio(values, medians[reference]) if reference in medians else None
             for reference in ("ddp", "fsdp1-flat", "fsdp2")
         ]
         rows.append(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import world
-from .contenders import CONTENDERS, Runner, Setting, build_all
+from .contenders import CONTENDERS, VARIANTS, Runner, Setting, build_all
 from .models import GPT, Block, Shape
 from .report import Report, Table
 from .rounds import PHASES, Samples, time_rounds
@@ -31,7 +31,7 @@ SIZES: dict[str, Shape] = {
 }
 REFERENCES = ("ddp", "fsdp1-flat", "fsdp1-orig", "fsdp2")
 # Rounds, and timed steps of a contender in each.
-_ROUNDS = {"0.1 MiB": (21, 5), "3 MiB": (15, 3), "30 MiB": (9, 1)}
+_ROUNDS = {"0.1 MiB": (21, 5), "3 MiB": (11, 3), "30 MiB": (7, 1)}
 _QUICK = {"0.1 MiB": (5, 3), "3 MiB": (3, 2), "30 MiB": (2, 1)}
 
 
@@ -41,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", choices=SIZES, nargs="+", default=list(SIZES), help="of a unit (all)"
     )
+    parser.add_argument(
+        "--contender",
+        choices=(*CONTENDERS, *VARIANTS),
+        nargs="+",
+        default=list(CONTENDERS),
+        metavar="NAME",
+        help=f"who (all but {', '.join(VARIANTS)})",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile each block (torch.compile)")
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -54,11 +63,18 @@ def run(arguments: argparse.Namespace) -> Report:
         shape = SIZES[size]
         if arguments.quick:
             shape = dataclasses.replace(shape, blocks=shape.blocks // 2)
-        cases[size] = {"shape": vars(shape), "rounds": rounds, "steps": steps}
+        cases[size] = {
+            "shape": vars(shape),
+            "rounds": rounds,
+            "steps": steps,
+            "names": arguments.contender,
+            "compiled": arguments.compile,
+        }
         results = world.run_gloo(measure, arguments.world, seed=arguments.seed, **cases[size])
         samples[size] = [result["samples"] for result in results]
         failures |= {f"{size}: {name}": error for name, error in results[0]["failures"].items()}
         title = f"units of {size}, {shape.blocks} blocks of dim {shape.dim}"
+        title += ", compiled" if arguments.compile else ""
         tables.append(table(title, slowest_rank(samples[size])))
     return Report(
         "step_time",
@@ -81,24 +97,33 @@ def measure(
     steps: int,
     seed: int,
     names: Sequence[str] = tuple(CONTENDERS),
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """This rank's samples and failures.
 
     Collective: call on all ranks.
     """
-    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=tuple(names))
+    runners, failures = gpt_runners(
+        Shape(**shape), seed, warm_up=2, names=tuple(names), compiled=compiled
+    )
     samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed, before_step=dist.barrier)
     return {"samples": samples, "failures": failures}
 
 
 def gpt_runners(
-    shape: Shape, seed: int, *, warm_up: int = 1, names: tuple[str, ...] = tuple(CONTENDERS)
+    shape: Shape,
+    seed: int,
+    *,
+    warm_up: int = 1,
+    names: tuple[str, ...] = tuple(CONTENDERS),
+    compiled: bool = False,
 ) -> tuple[dict[str, Runner], dict[str, str]]:
     """Contenders on a GPT in the default group, each rank with its own batch; and what failed."""
     torch.manual_seed(seed)
     model = GPT(shape)
     batch = shape.tokens(seed + dist.get_rank())
-    return build_all(names, model, Setting(frozenset({Block})), batch, warm_up=warm_up)
+    setting = Setting(frozenset({Block}), compiled=compiled)
+    return build_all(names, model, setting, batch, warm_up=warm_up)
 
 
 def slowest_rank(ranks: list[Samples]) -> Samples:
