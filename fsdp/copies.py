@@ -31,6 +31,7 @@ class CopiedWrapper(TrainingInterface):
         module = self._copied_module(memo)
         made = memo[id(self)] = wrap_child(type(self), module, unit.copied(memo), self._arguments)
         made._exec_order_policy = self._exec_order_policy
+        made._reasons = self._reasons
         made._state_hooks.settings = self._state_hooks.settings
         for mine, its in zip(self.params, made.params, strict=True):
             memo[id(mine)] = its  # for an optimizer that is copied along

@@ -5,7 +5,8 @@ The names with an underscore are those under which tools and tests of the refere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ class WrapperProperties(nn.Module):
     _exec_order_policy: ParamExecOrderWrapPolicy | None
     _state_hooks: StateHooks
     _forward_methods: list[str]
+    _reasons: Mapping[str, str] = MappingProxyType({})  # why "auto" made each unit one, by name
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one.  Collective: none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ class UnitLine:
         trainable: The elements that are trained.
         sharded_bytes: What of them rests on this rank.
         gathered_bytes: What is gathered when it runs, 0 where nothing is.
+        why: The reason of ``auto_wrap_policy="auto"``, empty where another policy chose.
     """
 
     name: str
@@ -52,6 +53,7 @@ class UnitLine:
     trainable: int
     sharded_bytes: int
     gathered_bytes: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,9 @@ class Explanation:
             f"{_bytes(sum(unit.sharded_bytes for unit in self.units))} on this rank; "
             f"{self.ranks[0]} shards x {self.ranks[1]} replicas"
         )
-        rows = [("unit", "module", "strategy", "params", "elements", "share", "shard", "gathered")]
+        rows: list[tuple[str, ...]] = [
+            ("unit", "module", "strategy", "params", "elements", "share", "shard", "gathered")
+        ]
         rows += [
             (
                 unit.name,
@@ -91,6 +95,9 @@ class Explanation:
             )
             for unit in self.units
         ]
+        if any(unit.why for unit in self.units):
+            whys = ["why", *(unit.why for unit in self.units)]
+            rows = [(*row, why) for row, why in zip(rows, whys, strict=True)]
         how = "as last run" if self.recorded else "as the module tree has it; nothing has run yet"
         order = " -> ".join(self.gathers) or "nothing is gathered"
         return "\n".join([head, *_table(rows), f"gathers ({how}): {order}"])
@@ -157,13 +164,13 @@ class PrecisionReport:
         return "\n".join([*_table(rows), *tail])
 
 
-def explain(root: Root) -> Explanation:
-    """Describe the units of ``root``.  Collective: none."""
+def explain(root: Root, reasons: Mapping[str, str]) -> Explanation:
+    """Describe the units of ``root``; ``reasons`` why some of them are units, by name.  Collective: none."""
     order = root.order.last_forward or root.order.forward
     shown = order or range(len(root.units))
     first = root.units[0]
     return Explanation(
-        units=tuple(map(_unit_line, root.units)),
+        units=tuple(_unit_line(unit, reasons.get(unit.name, "")) for unit in root.units),
         gathers=tuple(_name(root.units[i]) for i in shown if root.units[i].unsharded_bytes),
         recorded=bool(order),
         ranks=(first.shard.size, first.replicate.size),
@@ -185,7 +192,7 @@ def precision_report(root: Root) -> PrecisionReport:
     )
 
 
-def _unit_line(unit: Unit) -> UnitLine:
+def _unit_line(unit: Unit, why: str = "") -> UnitLine:
     numel = [(h, sum(slot.span.numel for slot in h.layout.slots)) for h in unit.handles]
     return UnitLine(
         name=_name(unit),
@@ -196,6 +203,7 @@ def _unit_line(unit: Unit) -> UnitLine:
         trainable=sum(count for handle, count in numel if handle.requires_grad),
         sharded_bytes=sum(h.shard.numel() * h.shard.element_size() for h in unit.handles),
         gathered_bytes=unit.unsharded_bytes,
+        why=why,
     )
 
 

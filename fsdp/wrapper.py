@@ -203,6 +203,8 @@ class FullyShardedDataParallel(
         }
         put_wrappers_in_place(module, wrappers)
         self._adopt(module, built[module], arguments)
+        if isinstance(auto_wrap_policy, AutoWrapPolicy):
+            self._reasons = auto_wrap_policy.reasons
         start_root(self)
         if auto_wrap_policy is not None:
             warn_of_wrapping(self._unit.root)
@@ -353,7 +355,7 @@ class FullyShardedDataParallel(
         return [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
 
     def explain(self) -> Explanation:
-        """What wrapping did: units, parameters, bytes, and the order of gathers; print it.
+        """What wrapping did: units, why ``"auto"`` chose them, parameters, bytes, the order of gathers; print it.
 
         Collective: none.
 
@@ -361,7 +363,7 @@ class FullyShardedDataParallel(
 
             print(model.explain())
         """
-        return explain(self._unit.root)
+        return explain(self._unit.root, self._reasons)
 
     def precision_report(self) -> PrecisionReport:
         """The dtypes every unit's parameters are stored, computed, reduced and updated in; print it.

@@ -9,12 +9,13 @@ import torch
 from ..errors import ConfigError
 from .collectives import Collectives
 from .process_group import collectives_for
-from .quantized import Blocks, Hops, QuantizedCollectives
+from .quantized import Blocks, Halves, Hops, QuantizedCollectives, Rounding
 from .secondary import SecondaryShards
 from .topology import NodeGroups
 
 __all__ = ["Compression", "compressed"]
 
+_HALVES = "bfloat16"
 _BITS = {"int8": 8, "int4": 4}
 _SMALLEST_BLOCK = 16
 _ALIGNED = 8  # so that scales begin at a multiple of their width
@@ -25,9 +26,10 @@ class Compression:
     """How the wrapper compresses what it sends; see docs/how-to/compress-communication.md.
 
     Attributes:
-        weights: ``"int8"`` rounds gathered parameters; None leaves them exact.
-        gradients: ``"int8"`` or ``"int4"`` rounds gradients on the wire, sums are float32; None leaves them exact.
-        block_size: Elements that share a scale; a multiple of 8, at least 16.
+        weights: ``"bfloat16"`` or ``"int8"`` rounds gathered parameters; None leaves them exact.
+        gradients: ``"bfloat16"``, ``"int8"`` or ``"int4"`` rounds gradients on the wire, sums are float32; None leaves
+            them exact.
+        block_size: Integers that share a scale; a multiple of 8, at least 16.
         error_feedback: Add what rounding took from a gradient to the next one of the same unit.
         ranks_per_node: Sum gradients inside a node first.  None: at once, or, with ``secondary_shard``, what
             ``LOCAL_WORLD_SIZE`` (set by torchrun) says.
@@ -51,10 +53,12 @@ class Compression:
 
     def __post_init__(self) -> None:
         """Refuse what can not be."""
-        if self.weights not in (None, "int8"):
-            raise ConfigError(f"weights={self.weights!r}: expected 'int8' or None.")
-        if self.gradients not in (None, "int8", "int4"):
-            raise ConfigError(f"gradients={self.gradients!r}: expected 'int8', 'int4' or None.")
+        if self.weights not in (None, _HALVES, "int8"):
+            raise ConfigError(f"weights={self.weights!r}: expected 'bfloat16', 'int8' or None.")
+        if self.gradients not in (None, _HALVES, *_BITS):
+            raise ConfigError(
+                f"gradients={self.gradients!r}: expected 'bfloat16', 'int8', 'int4' or None."
+            )
         size = self.block_size
         if type(size) is not int or size < _SMALLEST_BLOCK or size % _ALIGNED:
             raise ConfigError(f"block_size={size!r}: expected a multiple of 8, at least 16.")
@@ -85,8 +89,8 @@ def compressed(
             hops = Hops(inside, collectives_for(nodes.across, device))
     rounded: Collectives = QuantizedCollectives(
         exact,
-        weights=_blocks(compression.weights, compression.block_size),
-        gradients=_blocks(compression.gradients, compression.block_size),
+        weights=_rounding(compression.weights, compression.block_size),
+        gradients=_rounding(compression.gradients, compression.block_size),
         hops=hops,
         error_feedback=compression.error_feedback,
     )
@@ -95,5 +99,7 @@ def compressed(
     return SecondaryShards(rounded, inside)
 
 
-def _blocks(kind: str | None, size: int) -> Blocks | None:
-    return None if kind is None else Blocks(_BITS[kind], size)
+def _rounding(kind: str | None, size: int) -> Rounding | None:
+    if kind is None:
+        return None
+    return Halves() if kind == _HALVES else Blocks(_BITS[kind], size)

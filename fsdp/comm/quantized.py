@@ -1,4 +1,8 @@
-"""Collectives that send integers: weights when they are gathered, gradients when they are summed (after ZeRO++).
+"""Collectives that send fewer bytes: of weights when they are gathered, of gradients when they are summed (ZeRO++).
+
+Note [Rounding]
+    A :class:`Rounding` says how numbers travel: as integers in blocks (:class:`Blocks`), or as bfloat16
+    (:class:`Halves`), which is what a link wants whose hosts compute in float32 because they have nothing faster.
 
 Note [Blocks]
     A row of n floating-point numbers travels as blocks of ``block_size`` integers with one float32 scale each: the
@@ -18,21 +22,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from .collectives import Collectives, Gather, Pending, Reduce, Work
 
-__all__ = ["Blocks", "Hops", "QuantizedCollectives"]
+__all__ = ["Blocks", "Halves", "Hops", "QuantizedCollectives", "Rounding"]
 
 _SCALE_NBYTES = 4
 _NIBBLE = 4
 _AT_ONCE = 1 << 24  # numbers that are decoded together
 
 
+class Rounding(Protocol):
+    """How numbers become bytes and numbers again."""
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` numbers."""
+
+    def pays(self, part: torch.Tensor) -> bool:
+        """Whether rounding a tensor of which each rank has ``part`` saves anything."""
+
+    def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Round ``rows`` ``[r, n]``, any floating dtype, into ``out`` ``[r, nbytes(n)]`` uint8."""
+
+    def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor:
+        """The numbers of ``coded`` ``[r, nbytes(numel)]`` uint8: ``[r, numel]`` float32, in memory of their own."""
+
+    def decode_into(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into ``out`` ``[r, numel]``, any floating dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Numbers as bfloat16: two bytes each, eight bits of precision, float32's range, NaN and infinities included."""
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` numbers."""
+        return 2 * numel
+
+    def pays(self, part: torch.Tensor) -> bool:
+        """Where numbers take more than two bytes."""
+        return part.is_floating_point() and part.element_size() > 2 and part.numel() > 0
+
+    def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Round ``rows`` ``[r, n]``, any floating dtype, to even, into ``out`` ``[r, 2 n]`` uint8."""
+        out.view(torch.bfloat16).copy_(rows)
+
+    def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor:
+        """The numbers of ``coded`` ``[r, 2 numel]`` uint8, ``[r, numel]`` float32."""
+        return coded.view(torch.bfloat16).float()
+
+    def decode_into(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into ``out``, without float32 numbers in between."""
+        out.copy_(coded.view(torch.bfloat16))
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How numbers become bytes (see Note [Blocks]).
+    """Numbers as integers (see Note [Blocks]).
 
     Attributes:
         bits: 8 or 4.
@@ -51,6 +100,10 @@ class Blocks:
         """Bytes of a row of ``numel`` numbers."""
         blocks = self._count(numel)
         return blocks * (self.size * self.bits // 8 + _SCALE_NBYTES)
+
+    def pays(self, part: torch.Tensor) -> bool:
+        """Where each rank has a block at least."""
+        return part.is_floating_point() and part.numel() >= self.size
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Round ``rows`` ``[r, n]``, any floating dtype, into ``out`` ``[r, nbytes(n)]`` uint8."""
@@ -83,6 +136,10 @@ class Blocks:
         scales = coded[:, split:].contiguous().view(torch.float32)
         return values.mul_(scales.view(count, blocks, 1)).view(count, -1)[:, :numel]
 
+    def decode_into(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into ``out``."""
+        out.copy_(self.decode(coded, out.shape[1]))
+
     def _count(self, numel: int) -> int:
         return -(-numel // self.size)
 
@@ -103,7 +160,7 @@ class Hops:
 class QuantizedCollectives:
     """Collectives that round what they gather and sum, and do everything else as ``exact``.
 
-    Tensors that are no floating-point numbers, or hold less than one block a rank, stay exact.
+    Tensors for which rounding does not pay (no floating-point numbers, too few of them, too narrow ones) stay exact.
 
     Args:
         exact: Carries the bytes.
@@ -119,8 +176,8 @@ class QuantizedCollectives:
         self,
         exact: Collectives,
         *,
-        weights: Blocks | None,
-        gradients: Blocks | None,
+        weights: Rounding | None,
+        gradients: Rounding | None,
         hops: Hops | None = None,
         error_feedback: bool = False,
     ) -> None:
@@ -140,38 +197,38 @@ class QuantizedCollectives:
             self._hops.across.name_for_messages(name)
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
-        """Send integers; the work ends when their values are in ``whole``."""
+        """Send rounded numbers; the work ends when their values are in ``whole``."""
         if self._weights is None:
             return self.exact.all_gather(gathers)
-        blocks = self._weights
-        coded = [gather for gather in gathers if _pays(gather.slices[0], blocks)]
-        carriers = [self._encode_own(gather, blocks) for gather in coded]
-        plain = [gather for gather in gathers if not _pays(gather.slices[0], blocks)]
+        rounding = self._weights
+        coded = [gather for gather in gathers if rounding.pays(gather.slices[0])]
+        carriers = [self._encode_own(gather, rounding) for gather in coded]
+        plain = [gather for gather in gathers if not rounding.pays(gather.slices[0])]
         work = self.exact.all_gather([*plain, *carriers])
-        return _Decoded(work, coded, carriers, blocks)
+        return _Decoded(work, coded, carriers, rounding)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
-        """Send integers, add up in float32; with two hops the second begins when the work is waited on."""
+        """Send rounded numbers, add up in float32; with two hops the second begins when the work is waited on."""
         if self._gradients is None:
             return self.exact.reduce_scatter(reduces)
-        blocks = self._gradients
-        plain = [reduce for reduce in reduces if not _pays(reduce.out, blocks)]
+        rounding = self._gradients
+        plain = [reduce for reduce in reduces if not rounding.pays(reduce.out)]
         works = [self.exact.reduce_scatter(plain)] if plain else []
         for index, reduce in enumerate(reduces):
-            if _pays(reduce.out, blocks):
-                works.append(self._launch(index, reduce, blocks))
+            if rounding.pays(reduce.out):
+                works.append(self._launch(index, reduce, rounding))
         return Pending(works)
 
-    def _encode_own(self, gather: Gather, blocks: Blocks) -> Gather:
+    def _encode_own(self, gather: Gather, rounding: Rounding) -> Gather:
         """This rank's slice as bytes, in a gather of everyone's."""
-        nbytes = blocks.nbytes(gather.slices[0].numel())
+        nbytes = rounding.nbytes(gather.slices[0].numel())
         whole = torch.empty(self.size * nbytes, dtype=torch.uint8, device=gather.whole.device)
         slices = whole.split(nbytes)
         own = gather.slices[self.rank]
-        blocks.encode(own.view(1, -1), slices[self.rank].view(1, -1))
+        rounding.encode(own.view(1, -1), slices[self.rank].view(1, -1))
         return Gather(whole, slices)
 
-    def _launch(self, index: int, reduce: Reduce, blocks: Blocks) -> Work:
+    def _launch(self, index: int, reduce: Reduce, rounding: Rounding) -> Work:
         """Start to sum one tensor; ``index`` is its place among those of the launch."""
         rows = reduce.whole.view(self.size, -1).float()
         if self._residuals is not None:
@@ -180,19 +237,19 @@ class QuantizedCollectives:
                 rows = rows + earlier
         hops = self._hops
         if hops is None:
-            sent = _Sent(self.exact, rows, blocks)
+            sent = _Sent(self.exact, rows, rounding)
             self._remember(index, rows, sent.arrives)
             return _Summed(sent, reduce.out)
         # Each rank of a node sums what goes to its own place in every node.
         nodes, places = hops.across.size, hops.inside.size
         by_place = rows.view(nodes, places, -1).transpose(0, 1)
-        sent = _Sent(hops.inside, by_place.reshape(places, -1), blocks)
+        sent = _Sent(hops.inside, by_place.reshape(places, -1), rounding)
         self._remember(
             index,
             rows,
             lambda: sent.arrives().view(places, nodes, -1).transpose(0, 1).reshape(rows.shape),
         )
-        return _SummedTwice(sent, hops.across, reduce.out, blocks)
+        return _SummedTwice(sent, hops.across, reduce.out, rounding)
 
     def _remember(
         self, index: int, rows: torch.Tensor, arrives: Callable[[], torch.Tensor]
@@ -223,15 +280,15 @@ class QuantizedCollectives:
 class _Decoded:
     """A gather of bytes, which become numbers when it is waited on."""
 
-    __slots__ = ("_blocks", "_carriers", "_gathers", "_work")
+    __slots__ = ("_carriers", "_gathers", "_rounding", "_work")
 
     def __init__(
-        self, work: Work, gathers: Sequence[Gather], carriers: Sequence[Gather], blocks: Blocks
+        self, work: Work, gathers: Sequence[Gather], carriers: Sequence[Gather], rounding: Rounding
     ) -> None:
         self._work = work
         self._gathers = gathers
         self._carriers = carriers
-        self._blocks = blocks
+        self._rounding = rounding
 
     def wait(self) -> None:
         """Wait for the bytes, then fill every slice, this rank's own included."""
@@ -239,9 +296,8 @@ class _Decoded:
         for gather, carrier in zip(self._gathers, self._carriers, strict=True):
             ranks = len(gather.slices)
             places, coded = gather.whole.view(ranks, -1), carrier.whole.view(ranks, -1)
-            numel = places.shape[1]
-            for start, stop in _portions(ranks, numel):
-                places[start:stop].copy_(self._blocks.decode(coded[start:stop], numel))
+            for start, stop in _portions(ranks, places.shape[1]):
+                self._rounding.decode_into(coded[start:stop], places[start:stop])
         self._gathers = self._carriers = ()
 
 
@@ -251,24 +307,24 @@ class _Sent:
     Args:
         group: The group.
         rows: ``[size, n]`` float32; row r goes to rank r.
-        blocks: How rows travel.
+        rounding: How rows travel.
     """
 
-    __slots__ = ("_blocks", "_coded", "_group", "_received", "_rows", "_work")
+    __slots__ = ("_coded", "_group", "_received", "_rounding", "_rows", "_work")
 
-    def __init__(self, group: Collectives, rows: torch.Tensor, blocks: Blocks) -> None:
+    def __init__(self, group: Collectives, rows: torch.Tensor, rounding: Rounding) -> None:
         self._group = group
         self._rows = rows
-        self._blocks = blocks
-        nbytes = blocks.nbytes(rows.shape[1])
+        self._rounding = rounding
+        nbytes = rounding.nbytes(rows.shape[1])
         self._coded = torch.empty(group.size, nbytes, dtype=torch.uint8, device=rows.device)
-        blocks.encode(rows, self._coded)
+        rounding.encode(rows, self._coded)
         self._received = torch.empty_like(self._coded)
         self._work = group.exchange(self._coded.unbind(), self._received.unbind())
 
     def arrives(self) -> torch.Tensor:
         """What ranks get of the rows, ``[size, n]``."""
-        rounded = self._blocks.decode(self._coded, self._rows.shape[1]).clone()
+        rounded = self._rounding.decode(self._coded, self._rows.shape[1]).clone()
         rounded[self._group.rank] = self._rows[self._group.rank]
         return rounded
 
@@ -279,7 +335,7 @@ class _Sent:
         total = torch.zeros(numel, dtype=torch.float32, device=self._rows.device)
         own = self._group.rank
         for start, stop in _portions(self._group.size, numel):
-            parts = self._blocks.decode(self._received[start:stop], numel)
+            parts = self._rounding.decode(self._received[start:stop], numel)
             if start <= own < stop:
                 parts[own - start] = self._rows[own]
             total += parts.sum(0)
@@ -307,22 +363,17 @@ class _SummedTwice:
     sent: _Sent | None
     across: Collectives
     out: torch.Tensor
-    blocks: Blocks
+    rounding: Rounding
 
     def wait(self) -> None:
         """Wait for the first hop, make the second and wait for it."""
         if self.sent is not None:
             rows = self.sent.total().view(self.across.size, -1)
             self.sent = None
-            self.out.copy_(_Sent(self.across, rows, self.blocks).total())
+            self.out.copy_(_Sent(self.across, rows, self.rounding).total())
 
 
 def _portions(count: int, numel: int) -> list[tuple[int, int]]:
     """Spans of rows of ``numel`` numbers that are decoded together: few operations, and little memory."""
     step = max(1, _AT_ONCE // max(1, numel))
     return [(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def _pays(part: torch.Tensor, blocks: Blocks) -> bool:
-    """Whether rounding a tensor of which each rank has ``part`` saves anything."""
-    return part.is_floating_point() and part.numel() >= blocks.size

@@ -23,7 +23,7 @@ from fsdp.comm.collectives import Gather, Reduce
 from fsdp.comm.compression import Compression, compressed
 from fsdp.comm.hooks import DefaultState, reduce_scatter_hook
 from fsdp.comm.process_group import collectives_for
-from fsdp.comm.quantized import Blocks, Hops, QuantizedCollectives
+from fsdp.comm.quantized import Blocks, Halves, Hops, QuantizedCollectives
 from fsdp.comm.recording import Recording
 from fsdp.comm.topology import node_groups
 from fsdp.errors import ConfigError, ConfigTypeError, TrainingStateError, UnsupportedError
@@ -90,7 +90,58 @@ def test_a_block_takes_its_integers_and_four_bytes(bits, expected):
     assert Blocks(bits, 256).nbytes(257) == 2 * expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_halves_are_bfloat16_two_bytes_each_with_nothing_lost_of_what_is_not_finite(dtype):
+    halves, numbers = Halves(), [1.0, -3.1415926, 2.0**-130, 3e38, float("inf"), float("nan"), 0.0]
+    rows = torch.tensor(numbers, dtype=dtype).repeat(2, 1)
+    coded = torch.empty(2, halves.nbytes(len(numbers)), dtype=torch.uint8)
+    halves.encode(rows, coded)
+    expected = rows.bfloat16()
+    decoded = halves.decode(coded, len(numbers))
+    into = torch.empty_like(rows)
+    halves.decode_into(coded, into)
+    assert coded.numel() == 2 * 2 * len(numbers)
+    assert decoded.dtype == torch.float32
+    for values in (decoded, into):
+        torch.testing.assert_close(
+            values, expected.to(values.dtype), rtol=0, atol=0, equal_nan=True
+        )
+    decoded.zero_()  # memory of its own: sums add up in it
+    assert halves.decode(coded, len(numbers))[0, 0] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64], ids=str)
+def test_halves_leave_alone_what_they_would_not_make_smaller(dtype):
+    assert not Halves().pays(torch.ones(100, dtype=dtype))
+    assert Halves().pays(torch.ones(1))
+    assert not Halves().pays(torch.ones(0))
+
+
 # -- collectives ---------------------------------------------------------------------------------------------------
+
+
+def halved():
+    """Gathered values are those rounded once; a sum is that of rounded contributions and the exact own one."""
+    world, rank, numel = dist.get_world_size(), dist.get_rank(), 2 * BLOCK + 3
+    compression = Compression(weights="bfloat16", gradients="bfloat16")
+    wire = compressed(collectives_for(dist.group.WORLD, CPU), compression, None, CPU)
+    whole = torch.zeros(world * numel)
+    whole.split(numel)[rank].copy_(gradient(rank, numel))
+    wire.all_gather([Gather(whole, whole.split(numel))]).wait()
+    expected = torch.cat([gradient(r, numel).bfloat16().float() for r in range(world)])
+    assert torch.equal(whole, expected)
+
+    total = torch.empty(numel)
+    parts = gradient(rank, world * numel)
+    wire.reduce_scatter([Reduce(parts, parts.split(numel), total)]).wait()
+    mine = [gradient(r, world * numel).chunk(world)[rank] for r in range(world)]
+    arrived = [part if r == rank else part.bfloat16().float() for r, part in enumerate(mine)]
+    torch.testing.assert_close(total, torch.stack(arrived).sum(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_halves_round_each_number_that_travels_once_and_sums_are_float32(world_size):
+    run_ranks(halved, world_size)
 
 
 def gathered(dtype):
@@ -263,6 +314,7 @@ def losses(model, name="mlp", steps=21, lr=0.01):
 
 
 COMPRESSIONS = {
+    "bfloat16": {"weights": "bfloat16", "gradients": "bfloat16"},
     "weights": {"weights": "int8", "gradients": None},
     "int8": {},
     "int4": {"gradients": "int4", "error_feedback": True},
@@ -286,6 +338,8 @@ def converges(kind, orig):
 @pytest.mark.parametrize(
     ("kind", "orig"),
     [
+        ("bfloat16", False),
+        ("bfloat16", True),
         ("weights", False),
         ("int8", True),
         ("int4", False),
@@ -320,7 +374,7 @@ def exact_outside_steps(kind):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["int8", "secondary"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "secondary"])
 def test_shards_state_dicts_and_summoned_parameters_stay_exact(kind):
     run_ranks(exact_outside_steps, 4, kind)
 
@@ -474,8 +528,8 @@ def test_under_hybrid_sharding_the_shard_axis_is_compressed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int4"}, "weights='int4': expected 'int8'"),
-        ({"gradients": "fp8"}, "gradients='fp8': expected 'int8', 'int4'"),
+        ({"weights": "int4"}, "weights='int4': expected 'bfloat16', 'int8'"),
+        ({"gradients": "fp8"}, "gradients='fp8': expected 'bfloat16', 'int8', 'int4'"),
         ({"block_size": 8}, "block_size=8: expected a multiple of 8"),
         ({"block_size": 36}, "block_size=36"),
         ({"block_size": 32.0}, "block_size=32.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from fsdp import FsdpWarning, MixedPrecision
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.plan.auto import AutoWrapPolicy
 from fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.ranks import run_ranks
 from tests.support.scripts import Block, Net, batch, build, wrap
@@ -61,6 +63,23 @@ def explained():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_explain_lists_units_bytes_and_the_order_of_gathers(world_size):
     run_ranks(explained, world_size)
+
+
+def why_units():
+    for orig in (False, True):
+        model = FSDP(build(), auto_wrap_policy=AutoWrapPolicy(200), use_orig_params=orig)
+        for report in (model.explain(), copy.deepcopy(model).explain()):
+            whys = {unit.name: unit.why for unit in report.units}
+            assert whys["<root>"] == ""
+            assert {whys[f"blocks.{index}"] for index in range(3)} == {"one of 3 Block"}
+            header, first = str(report).splitlines()[1:3]
+            assert header.endswith("  why")
+            assert first.startswith("<root>")
+            assert "one of 3 Block" in str(report)
+
+
+def test_explain_says_why_the_automatic_policy_made_each_unit_one():
+    run_ranks(why_units, 2)
 
 
 def precision(use_orig_params):

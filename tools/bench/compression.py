@@ -29,6 +29,8 @@ __all__ = ["CONTENDERS", "add_arguments", "measure", "run"]
 
 EXACT, HOOK = "exact", "bf16_compress_hook"
 _COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "weights bfloat16": {"weights": "bfloat16", "gradients": None},
+    "weights bfloat16, gradients bfloat16": {"weights": "bfloat16", "gradients": "bfloat16"},
     "weights int8": {"gradients": None},
     "weights int8, gradients int8": {},
     "weights int8, gradients int4": {"gradients": "int4"},

@@ -153,6 +153,15 @@ def _without_prefetch(model: nn.Module, setting: Setting) -> nn.Module:
     return ours(model, setting, use_orig_params=False, backward_prefetch=None)
 
 
+def _over_narrow_wires(model: nn.Module, setting: Setting) -> nn.Module:
+    """Ours with parameters and gradients that travel as bfloat16; compute and sums are as they were."""
+    from fsdp.comm.compression import Compression
+
+    wrapped: Any = ours(model, setting, use_orig_params=False)
+    wrapped.compress_communication(Compression(weights="bfloat16", gradients="bfloat16"))
+    return wrapped  # type: ignore[no-any-return]
+
+
 CONTENDERS: dict[str, Builder] = {
     PLAIN: _plain,
     "ddp": _ddp,
@@ -163,7 +172,10 @@ CONTENDERS: dict[str, Builder] = {
     "ours-orig": lambda model, setting: ours(model, setting, use_orig_params=True),
 }
 
-VARIANTS: dict[str, Builder] = {"ours-flat-no-prefetch": _without_prefetch}  # who run when named
+VARIANTS: dict[str, Builder] = {  # who run when named
+    "ours-flat-no-prefetch": _without_prefetch,
+    "ours-flat-bf16-wire": _over_narrow_wires,
+}
 
 
 @dataclass
