@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tools.bench import __main__ as command_line
-from tools.bench import cuda, host_overhead, memory, memory_minimum, scaling, step_time
+from tools.bench import cuda, host_overhead, memory, memory_minimum, scaling, slow_link, step_time
 from tools.bench.contenders import CONTENDERS, PLAIN, Runner, Setting, build_all, build_runner
 from tools.bench.models import GPT, Block, Shape
 from tools.bench.registry import BENCHMARKS
@@ -150,6 +150,34 @@ def test_step_time_is_in_milliseconds_beside_ratios_to_the_peers_that_ran() -> N
     )
 
 
+def test_a_slow_link_exposes_what_a_step_takes_longer_than_alone_in_the_same_round() -> None:
+    samples = {
+        name: {"forward_backward": [[first], [second]], "optimizer": [[0.0], [0.0]]}
+        for name, first, second in (
+            ("ddp", 1.2, 2.4),
+            ("ours-flat", 1.0, 2.0),
+            ("ddp alone", 1.0, 2.0),
+            ("ours-flat alone", 0.8, 1.6),
+        )
+    }
+
+    table = slow_link.table("2 Gbit/s", samples)
+
+    assert table.columns == (
+        "",
+        "step ms",
+        "alone ms",
+        "exposed ms",
+        "/ alone",
+        "/ ddp",
+        "/ fsdp1-flat",
+        "/ fsdp2",
+    )
+    assert [row[0] for row in table.rows] == ["ddp", "ours-flat"]
+    assert table.rows[0][3:5] == ("300.0 [250.0, 350.0]", "1.20 [1.20, 1.20]")
+    assert table.rows[1][5:] == ("0.83 [0.83, 0.83]", "-", "-")
+
+
 def test_a_row_that_lacks_a_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="2 columns"):
         Table("t", ("a", "b"), (("1",),))
@@ -254,7 +282,7 @@ def test_every_contender_steps_on_a_fake_group_of_four_ranks() -> None:
     assert result["failures"] == {}
     assert result["samples"].keys() == {*CONTENDERS, "collectives"}
     assert result["profiles"].keys() == {"ours-flat", "ours-orig"}
-    assert any("runtime/unit.py" in row[0] for row in result["profiles"]["ours-flat"])
+    assert any("runtime/" in row[0] for row in result["profiles"]["ours-flat"])
 
 
 def _train_compiled(seed: int) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -276,6 +304,20 @@ def test_contenders_with_compiled_blocks_train_alike_with_a_graph_for_each_that_
         assert losses.keys() == CONTENDERS.keys()
         for name in SHARDED:
             assert losses[name] == pytest.approx(losses["ddp"], rel=1e-5)
+
+
+def _train_alone(seed: int) -> tuple[dict[str, Any], dict[str, str]]:
+    shape = dataclasses.replace(step_time.SIZES["0.1 MiB"], blocks=1)
+    names = ("ddp", "fsdp1-flat", "fsdp2", "ours-flat")
+    result = slow_link.measure(shape=vars(shape), rounds=1, steps=1, seed=seed, names=names)
+    return result["samples"], result["failures"]
+
+
+def test_over_a_slow_link_every_contender_also_trains_alone() -> None:
+    for samples, failures in run_ranks(_train_alone, 2, 0, timeout=100):
+        names = ("ddp", "fsdp1-flat", "fsdp2", "ours-flat")
+        assert failures == {}
+        assert samples.keys() == {*names, *(f"{name} alone" for name in names)}
 
 
 def _save_checkpoints(folder: str) -> dict[str, int]:

@@ -44,6 +44,7 @@ class Setting:
             which must choose the same.
         device: Where to compute.
         param_dtype: Dtype of compute and gathers; None for that of the parameters.  Reductions are then fp32.
+        group: Over which ranks to shard; None for the default group.
         compiled: Whether each block's forward is compiled (before wrapping, as in torch's own examples).
     """
 
@@ -51,6 +52,7 @@ class Setting:
     device: torch.device = CPU
     param_dtype: torch.dtype | None = None
     large: frozenset[str] = frozenset()
+    group: Any = None
     compiled: bool = False
 
     def units_of(self, model: nn.Module) -> set[nn.Module]:
@@ -71,9 +73,11 @@ def _plain(model: nn.Module, setting: Setting) -> nn.Module:
 
 def _ddp(model: nn.Module, setting: Setting) -> nn.Module:
     # In low precision the model itself is cast: torch offers no fp32 master copy beside it.
-    wrapped = nn.parallel.DistributedDataParallel(_plain(model, setting))
-    if dist.get_backend() == "fake":
-        wrapped.register_comm_hook(None, _finished_all_reduce)
+    wrapped = nn.parallel.DistributedDataParallel(
+        _plain(model, setting), process_group=setting.group
+    )
+    if dist.get_backend(setting.group) == "fake":
+        wrapped.register_comm_hook(setting.group, _finished_all_reduce)
     return wrapped
 
 
@@ -83,7 +87,7 @@ def _finished_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     Without annotations: DDP compares them with types, and here they would be strings.
     """
     tensor = bucket.buffer()
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=state)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
@@ -99,6 +103,7 @@ def _fsdp1(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.M
     units = setting.units_of(model)
     return FullyShardedDataParallel(
         model,
+        setting.group,
         auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=units.__contains__),
         use_orig_params=use_orig_params,
         mixed_precision=precision,
@@ -107,11 +112,12 @@ def _fsdp1(model: nn.Module, setting: Setting, *, use_orig_params: bool) -> nn.M
 
 
 def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = model.to(setting.device)
-    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    group = setting.group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, setting.device.type)
     policy = MixedPrecisionPolicy()
     if setting.param_dtype is not None:
         policy = MixedPrecisionPolicy(setting.param_dtype, torch.float32)
@@ -139,6 +145,7 @@ def ours(
         precision = fsdp.MixedPrecision(setting.param_dtype, torch.float32)
     wrapped: nn.Module = fsdp.FullyShardedDataParallel(
         model,
+        setting.group,
         auto_wrap_policy="auto" if setting.large else wrap.ModuleWrapPolicy(setting.blocks),
         use_orig_params=use_orig_params,
         mixed_precision=precision,

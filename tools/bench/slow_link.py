@@ -1,9 +1,9 @@
 """How much communication over a slow link costs: two gloo ranks on two hosts joined by 1, 2 and 5 Gbit/s.
 
 Hosts are network namespaces (see ``hosts``) with cores of their own: hosts do not wake each other's threads on the core
-that a message comes from, as two of one machine do.  Each contender also trains on two ranks with a fake group, which
-computes the same and sends nothing: what a step over the link takes longer is the communication that its overlap did
-not hide.
+that a message comes from, as two of one machine do.  Each contender also trains alone, in the same processes and
+rounds: over a fake group, so that it computes the same and sends nothing.  What a step over the link takes longer than
+one alone is the communication that its overlap did not hide.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .models import Shape
 from .report import Report, Table
 from .rounds import Samples, time_rounds
 from .stats import ratio, round_medians, summarize
-from .step_time import gpt_runners, measure, slowest_rank, step_seconds
+from .step_time import gpt_runners, slowest_rank, step_seconds
 
-__all__ = ["SHAPE", "add_arguments", "measure_alone", "run", "table"]
+__all__ = ["SHAPE", "add_arguments", "measure", "run", "table"]
 
 # Enough compute for each parameter that a good overlap hides the transfers at 2 Gbit/s: 3 MiB a unit, 2048 tokens.
 SHAPE = Shape(8, dim=256, heads=8, batch=16, sequence=128)
-_ROUNDS, _QUICK_ROUNDS = (9, 2), (3, 1)
+_ROUNDS, _QUICK_ROUNDS = (5, 1), (3, 1)
+_ALONE = " alone"  # after the name of a contender
 _CONTENDERS = (
     "ddp",
     "fsdp1-flat",
@@ -50,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_CONTENDERS),
         help="(all)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="of a few steps each (9)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="with a step each (5; 3)")
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """A fresh world per speed, and one that sends nothing."""
+    """A fresh world per speed."""
     rounds, steps = _QUICK_ROUNDS if arguments.quick else _ROUNDS
     rounds = arguments.rounds or rounds
     shape = dataclasses.replace(SHAPE, blocks=3, batch=8) if arguments.quick else SHAPE
@@ -71,8 +72,6 @@ def run(arguments: argparse.Namespace) -> Report:
     if (reason := hosts.why_not()) is not None:
         failures["all"] = reason
     else:
-        alone = world.run_fake(measure_alone, 2, own_cores=True, **case)
-        samples["no communication"] = [result["samples"] for result in alone]
         for gigabits in arguments.gigabits or ([2] if arguments.quick else [1, 2, 5]):
             with hosts.linked_hosts(gigabits) as names:
                 results = world.run_gloo(measure, 2, hosts=names, **case)
@@ -80,10 +79,7 @@ def run(arguments: argparse.Namespace) -> Report:
             failures |= {
                 f"{gigabits:g}: {name}": text for name, text in results[0]["failures"].items()
             }
-        bare = slowest_rank(samples["no communication"])
-        for title, ranks in samples.items():
-            if title != "no communication":
-                tables.append(table(title, slowest_rank(ranks), bare))
+        tables = [table(title, slowest_rank(ranks)) for title, ranks in samples.items()]
     return Report(
         "slow_link",
         case,
@@ -93,29 +89,36 @@ def run(arguments: argparse.Namespace) -> Report:
         failures,
         notes=(
             "ms per step of the slower rank, median [quartiles] of rounds; exposed: step less the same contender's",
-            "step on a fake group; / alone: their ratio, 1.00 where communication is hidden whole.",
+            "step over a fake group; / alone: their ratio, 1.00 where communication is hidden whole.",
         ),
     )
 
 
-def measure_alone(
+def measure(
     *, shape: dict[str, int], rounds: int, steps: int, seed: int, names: Sequence[str]
 ) -> dict[str, Any]:
-    """This rank's samples with a group that sends nothing."""
-    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=tuple(names))
-    samples = time_rounds(runners, rounds=rounds, steps=steps, seed=seed)
-    return {"samples": samples, "failures": failures, "rank": dist.get_rank()}
+    """This rank's samples and failures, each contender over the link and alone.
+
+    Collective: call on all ranks.
+    """
+    wanted = tuple(names)
+    runners, failures = gpt_runners(Shape(**shape), seed, warm_up=2, names=wanted)
+    with world.fake_subgroup() as nobody:
+        alone, others = gpt_runners(Shape(**shape), seed, warm_up=2, names=wanted, group=nobody)
+        both = runners | {f"{name}{_ALONE}": runner for name, runner in alone.items()}
+        samples = time_rounds(both, rounds=rounds, steps=steps, seed=seed, before_step=dist.barrier)
+    return {"samples": samples, "failures": failures | others}
 
 
-def table(title: str, samples: Samples, alone: Samples) -> Table:
-    """Steps over the link beside the same without communication, and beside DDP and FSDP1."""
+def table(title: str, samples: Samples) -> Table:
+    """Steps over the link beside the same without communication, and beside DDP, FSDP1 and FSDP2."""
     medians = {name: round_medians(step_seconds(phases)) for name, phases in samples.items()}
-    bare = {name: round_medians(step_seconds(phases)) for name, phases in alone.items()}
     rows = []
     for name, values in medians.items():
-        if name not in bare:
+        bare = medians.get(f"{name}{_ALONE}")
+        if bare is None:  # alone itself
             continue
-        step, without = summarize(values), summarize(bare[name])
+        exposed = [step - without for step, without in zip(values, bare, strict=True)]
         beside = [
             ratio(values, medians[reference]) if reference in medians else None
             for reference in ("ddp", "fsdp1-flat", "fsdp2")
@@ -123,11 +126,11 @@ def table(title: str, samples: Samples, alone: Samples) -> Table:
         rows.append(
             (
                 name,
-                step.scaled(1e3).text(1),
-                without.scaled(1e3).text(1),
-                f"{1e3 * (step.median - without.median):.1f}",
-                f"{step.median / without.median:.2f}",
-                *("-" if value is None else value.text(2) for value in beside),
+                *(summarize(ms).scaled(1e3).text(1) for ms in (values, bare, exposed)),
+                *(
+                    "-" if value is None else value.text(2)
+                    for value in (ratio(values, bare), *beside)
+                ),
             )
         )
     columns = (

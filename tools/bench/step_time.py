@@ -117,12 +117,13 @@ def gpt_runners(
     warm_up: int = 1,
     names: tuple[str, ...] = tuple(CONTENDERS),
     compiled: bool = False,
+    group: Any = None,
 ) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Contenders on a GPT in the default group, each rank with its own batch; and what failed."""
+    """Contenders on a GPT in ``group``, or the default one, each rank with its own batch; and what failed."""
     torch.manual_seed(seed)
     model = GPT(shape)
     batch = shape.tokens(seed + dist.get_rank())
-    setting = Setting(frozenset({Block}), compiled=compiled)
+    setting = Setting(frozenset({Block}), compiled=compiled, group=group)
     return build_all(names, model, setting, batch, warm_up=warm_up)
 
 

@@ -17,7 +17,7 @@ from torch import multiprocessing
 
 from .hosts import INTERFACE, enter
 
-__all__ = ["all_gather", "fake_group", "reduce_scatter", "run_child", "run_fake", "run_gloo"]
+__all__ = ["all_gather", "fake_group", "fake_subgroup", "reduce_scatter", "run_child", "run_gloo"]
 
 _HOSTS = "FSDP_BENCH_HOSTS"
 _OWN_CORES = "FSDP_BENCH_OWN_CORES"
@@ -48,16 +48,6 @@ def run_gloo(
     return _run(_gloo_rank, function, world_size, arguments, extra)
 
 
-def run_fake(
-    function: RankFunction, world_size: int, *, own_cores: bool = False, **arguments: Any
-) -> list[Any]:
-    """Run ``function(**arguments)`` on as many processes at once, each a rank of a group that moves nothing.
-
-    With ``own_cores`` each has a share of this machine's cores, as ranks on hosts have.
-    """
-    return _run(_fake_rank, function, world_size, arguments, {_OWN_CORES: "1"} if own_cores else {})
-
-
 def run_child(function: RankFunction, **arguments: Any) -> Any:
     """Run ``function(**arguments)`` in one fresh process without a process group."""
     return _run(_lone_rank, function, 1, arguments, {})[0]
@@ -73,6 +63,22 @@ def fake_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_subgroup() -> Iterator[dist.ProcessGroup]:
+    """All ranks of the default group in one whose collectives move nothing between them.
+
+    Collective: call on all ranks.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend
+
+    group = dist.new_group(backend="fake")
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _run(
@@ -122,16 +128,6 @@ def _gloo_rank(
     _lone_rank(rank, function, world_size, folder, arguments)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _fake_rank(
-    rank: int, function: RankFunction, world_size: int, folder: str, arguments: dict[str, Any]
-) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    _take_cores(rank, world_size)
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    _lone_rank(rank, function, world_size, folder, arguments)
 
 
 def _take_cores(rank: int, world_size: int) -> None:
