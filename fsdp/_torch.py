@@ -530,3 +530,19 @@ def as_dtensor(value: Any) -> Any:
     return DTensor.from_local(
         local, mesh, [Shard(int(dim))], run_check=False, shape=size, stride=stride
     )
+
+
+def uses_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are over ``storage``, those that graphs have saved among them.
+
+    Why: a detached parameter that a graph has saved is seen nowhere else.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was asked for with ``retain_graph``.
+
+    Why: torch tells compiled graphs only.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -168,6 +168,7 @@ class UnshardedStorage:
 
     Attributes:
         flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded (see Note [Freed memory]).
+        memory: The storage of ``flat``.
         leaves: One autograd leaf a slot, the original shape.
         slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
         own: This rank's.
@@ -181,10 +182,11 @@ class UnshardedStorage:
         "_placed",
         "_places",
         "_resident",
-        "_storage",
+        "_restored",
         "_versions",
         "flat",
         "leaves",
+        "memory",
         "own",
         "slices",
         "trained",
@@ -197,8 +199,8 @@ class UnshardedStorage:
         self.leaves = fresh_leaves(flat, layout)
         self.slices = RankSlices(flat, layout.world_size)
         self.own: torch.Tensor = self.slices[rank]
-        self._storage = flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        self.memory = flat.untyped_storage()
+        self._nbytes = self.memory.nbytes()
         self._resident = resident
         placed = [slot.span for slot in layout.slots if slot.span.numel]
         self._placed = len(placed)
@@ -206,12 +208,13 @@ class UnshardedStorage:
         self.trained = False
         self._frozen: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
+        self._restored: tuple[int, ...] | None = None
         self._aside = None if resident else freed_storage(self._nbytes, flat.device)
         self.free()
 
     def covers(self, address: int) -> bool:
         """Whether ``address`` is in the memory; never while there is none."""
-        return 0 <= address - self.flat.data_ptr() < self._storage.nbytes()
+        return 0 <= address - self.flat.data_ptr() < self.memory.nbytes()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -231,7 +234,7 @@ class UnshardedStorage:
         """
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         if not self._resident:
-            is_freed = not self._storage.nbytes()
+            is_freed = not self.memory.nbytes()
             if is_freed:
                 _torch.set_versions(self._frozen, self._versions)
             self._frozen = tuple(
@@ -242,27 +245,41 @@ class UnshardedStorage:
 
     def allocate(self) -> None:
         """Give the storage its memory back; the values are undefined until it is filled."""
-        if self._resident or self._storage.nbytes():
+        if self._resident or self.memory.nbytes():
             return
         if self._aside is None:
-            self._storage.resize_(self._nbytes)
+            self.memory.resize_(self._nbytes)
         else:
             self._aside.resize_(self._nbytes)
-            _torch.swap_storages(self._storage, self._aside)
+            _torch.swap_storages(self.memory, self._aside)
         if self._frozen:
             _torch.set_versions(self._frozen, self._versions)
 
     def free(self) -> None:
         """Release the memory; a no-op where the storage is the shard itself."""
-        if self._resident or not self._storage.nbytes():
+        if self._resident or not self.memory.nbytes():
             return
         if self._aside is not None:
-            _torch.swap_storages(self._storage, self._aside)
+            _torch.swap_storages(self.memory, self._aside)
             self._aside.resize_(0)
         else:
-            self._storage.resize_(0)
+            self.memory.resize_(0)
         if self._frozen:
             self._refuse_saved()
+
+    def refuse_reads(self) -> None:
+        """Have autograd refuse what it has saved of the leaves until :meth:`allow_reads`: memory is being filled.
+
+        A backward that comes past every hook while the unit is gathered ahead would read anything at all.
+        """
+        self._restored = versions = _torch.versions(self.leaves)
+        _torch.set_versions(tuple(self.leaves), tuple([version + 1 for version in versions]))
+
+    def allow_reads(self) -> None:
+        """The memory is filled."""
+        if self._restored is not None:
+            _torch.set_versions(tuple(self.leaves), self._restored)
+            self._restored = None
 
     def _refuse_saved(self) -> None:
         self._versions = _torch.versions(self._frozen)

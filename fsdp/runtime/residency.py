@@ -226,12 +226,16 @@ class ResidentUnit(ABC):
                 self._switch_precision()
             if root.lockstep.on:
                 root.lockstep.gather_before(self)
+            in_backward = _torch.backward_task() != _torch.NO_TASK
             # A backward inside the forward (of a slope, say) finds the values that this forward computes with.
-            if _torch.backward_task() != _torch.NO_TASK and not root.guard.on:
+            if in_backward and not root.guard.on:
                 self._check_unchanged()
             self.residency = GATHERING
             if self._gathers:
                 self._work = root.streams.run_gather(self._launch)
+                if in_backward:
+                    for handle in self._gathered:
+                        handle.unsharded.refuse_reads()
 
     def wait_unshard(self) -> None:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
@@ -242,6 +246,8 @@ class ResidentUnit(ABC):
                 except RuntimeError as error:
                     raise_named(self._gathering, error)
                 self._work = None
+                for handle in self._gathered:
+                    handle.unsharded.allow_reads()
             self.residency = UNSHARDED
 
     def reshard(self) -> None:
@@ -424,6 +430,10 @@ class ResidentUnit(ABC):
             for handle in self.handles:
                 handle.use_full_precision(wanted=self.in_full_precision)
             self._plan_gather()
+
+    def _count_aliases(self) -> int:
+        """How many tensors share the gathered memory: the unit's own, users', and those that graphs have saved."""
+        return sum([_torch.uses_of(handle.unsharded.memory) for handle in self._gathered])
 
     def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the unit's own modules, with the module that holds it and its name there."""

@@ -84,6 +84,8 @@ class Root:
         in_full_precision: Whether the running forward computes in the shards' own dtype.
         differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
             parameters again, so they stay until another backward or forward.
+        read_again: Units that such a backward has reached since the last forward with gradients began: the graph that
+            it made comes to their parameters past every hook, so every backward gathers them first.
         guard: On while a forward runs, so that units refuse to be reached into from outside theirs.
     """
 
@@ -113,6 +115,7 @@ class Root:
         "order_check",
         "pool",
         "ranks_averaged",
+        "read_again",
         "stack",
         "started",
         "streams",
@@ -138,6 +141,7 @@ class Root:
         self.in_full_precision = False
         self.guard = Guard()
         self.differentiable = False
+        self.read_again: dict[Unit, None] = {}
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
@@ -226,7 +230,7 @@ class Root:
             and not self.entered_with_grad
             and not entry.module.training
         )
-        self._reshard_all()
+        self._free_for_forward()
         self.guard.on = True
         for unit in self.units:
             unit.guard()
@@ -246,6 +250,14 @@ class Root:
             with torch.inference_mode(mode=False):
                 for unit in self.units:
                     precision.cast_buffers(unit)
+
+    def _free_for_forward(self) -> None:
+        self._reshard_all()
+        if self.entered_with_grad:
+            self.read_again.clear()
+        if self.lockstep.on:  # units are gathered for other ranks that this one does not run
+            for unit in self.units:
+                unit.follow_user_changes()
 
     def take(self, units: Mapping[Unit, str]) -> None:
         """Be the runtime of ``units``, the outermost first, which have these names; between forwards.
@@ -395,6 +407,10 @@ class Root:
             self.uneven.backward()
         if self.lockstep.on:
             self.lockstep.begin_backward()
+        for unit in self.read_again:
+            unit.start_unshard()
+        for unit in self.read_again:
+            unit.wait_unshard()
 
     def backward_was_lost(self) -> bool:
         """Whether the backward that began is not the one that runs now, nor around it: it has failed.
@@ -480,9 +496,9 @@ class Root:
 
         Collective: every rank of every shard group, in lockstep.
         """
-        self._reshard_all()
-        self.streams.start_step()
         self.entered_with_grad = with_grad
+        self._free_for_forward()
+        self.streams.start_step()
         self.end_forward()
 
     def follow_backward(self, *, sync: bool) -> None:

@@ -71,11 +71,11 @@ class Unit(ResidentUnit):
 
     __slots__ = (
         "__weakref__",
+        "_aliases",
         "_arrivals",
         "_backward_task",
         "_entrances",
         "_expected",
-        "_inputs_want_grads",
         "_leaf_hooks",
         "_may_overflow",
         "_mean_is_exact",
@@ -127,7 +127,7 @@ class Unit(ResidentUnit):
         self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
         self._backward_task: int | None = None
         self._open_uses = 0
-        self._inputs_want_grads = False
+        self._aliases = 0
         self.gradients = Gradients(self)
         self._leaf_hooks: list[Any] = []
         self._param_hooks = ParamHooks(self)
@@ -266,6 +266,7 @@ class Unit(ResidentUnit):
             self.root.prefetch_forward(self)
             self.wait_unshard()
             self._remember_values()
+            self._aliases = self._count_aliases()
         self._active += 1
         self._show_leaves()
 
@@ -345,8 +346,6 @@ class Unit(ResidentUnit):
         """
         tensors = [tensor for tensor in iter_tensors(inputs) if tensor.requires_grad]
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        if tensors:
-            self._inputs_want_grads = True
         if nodes:
             self._open_uses += 1
             done = _Once(self._use_done)
@@ -409,6 +408,8 @@ class Unit(ResidentUnit):
         root = self.root
         task = _torch.backward_task()
         begins = task != root.backward_task and root.enter_backward(task)
+        if root.differentiable:
+            root.read_again[self] = None
         if inside and not begins and (self.residency is UNSHARDED or root.is_done(self)):
             return
         self._backward_task = task
@@ -487,8 +488,10 @@ class Unit(ResidentUnit):
             root.begin_backward(_torch.backward_task())
         self.disarm()
         self._backward_task = None
-        if self._reads_frozen and self._inputs_want_grads:
-            self._awaits_inputs = True
+        if self._reads_frozen or self._is_read_later():
+            self._awaits_inputs = (
+                True  # where no input wants a gradient, the end of the backward frees them
+            )
         else:
             self.release()  # first, so that parameters and the buffer of their gradients are not held together
         if self.sync_gradients:
@@ -497,6 +500,13 @@ class Unit(ResidentUnit):
             self.gradients.keep()
         if self.config.backward_prefetch is _BACKWARD_POST:
             root.prefetch_backward(self)
+
+    def _is_read_later(self) -> bool:
+        """Whether the backward will read parameters that get no gradient from it: ``x * self.scale.detach()``.
+
+        What it has read it has let go, unless it was asked to keep the graph.
+        """
+        return self._aliases < self._count_aliases() and not _torch.keeps_graph()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
