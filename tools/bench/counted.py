@@ -68,18 +68,19 @@ def main(library: str, folder: str, settings: str) -> int:
 
 def _be_counted(name: str, marks: Marks, folder: Path, settings: dict[str, Any]) -> None:
     """The fork's whole life: it never returns into its parent's loop."""
-    status = 1
+    failure = ""
     try:
         with world.fake_group(settings["world_size"]):
             runner, failure = _runner(name, Shape(**settings["shape"]), settings)
-            if failure:
-                (folder / f"{name}.failed").write_text(failure, encoding="utf-8")
-            else:
+            if not failure:
                 count_steps(name, runner, marks, settings["steps"])
-        status = 0
+    except Exception as error:  # noqa: BLE001  # any failure of a contender is a result
+        failure = f"{type(error).__name__}: {error}"
     finally:
+        if failure:
+            (folder / f"{name}.failed").write_text(failure, encoding="utf-8")
         sys.stdout.flush()
-        os._exit(status)
+        os._exit(0)
 
 
 def _runner(name: str, shape: Shape, settings: dict[str, Any]) -> tuple[Any, str]:

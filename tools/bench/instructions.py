@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "compile_marks", "read_counts", "run", "scatter", "w
 
 _NAMES = (*CONTENDERS, COLLECTIVES)
 _QUICK_NAMES = tuple(name for name in _NAMES if name not in ("ddp", "fsdp1-orig"))
-_SIZES = ((8, 5), (4, 3))  # blocks and counted steps: in full, and quick
+_SIZES = ((8, 3), (4, 3))  # blocks and counted steps: in full, and quick
 _COUNT = re.compile(r"^desc: Trigger: Client Request: (\S+) (\S+) (\d+)$", re.MULTILINE)
 _TOTAL = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
