@@ -13,21 +13,24 @@ import time
 import warnings
 import weakref
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
 
 from .. import _torch
 from ..errors import FsdpError, FsdpWarning, ShardMismatchError, describe
 from .timeout import entry_timeout
-from .watch import the_watch
+from .watch import Awaited, Channel, the_watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store
 
 __all__ = ["EntryGate", "gate_of", "raise_named"]
 
+_LOST = "\x1e"  # the verdict where not all ranks will ever come
 _NOTE = "\x1f"  # between the name of a call and what a rank has to say about it
+_PERIOD = 0.2  # seconds between looks after the first long wait
 _LONGEST_WAIT = 1800.0  # seconds; as long as torch's own collectives wait by default
 
 
@@ -63,7 +66,9 @@ class EntryGate:
         self._store: Store | None = _torch.store_of(group, "fsdp-entry")
         self._rank = group.rank()
         self._size = group.size()
-        self._calls: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._name = group.group_name
+        self._ranks = tuple(dist.get_process_group_ranks(group)) if self._store else ()
+        self._channels: dict[str, Channel] = {}
         self._sequences = itertools.count()
 
     def enter(self, call: str) -> None:
@@ -168,34 +173,66 @@ class EntryGate:
         store = self._store
         if store is None or self._size == 1:
             return ""
-        place = f"{sequence}/{next(self._calls[sequence])}"
+        channel = self._channel(sequence)
+        place = f"{sequence}/{channel.launched}"
+        channel.launched += 1
         store.set(f"{place}/{self._rank}", entry)
         if store.add(f"{place}/count", 1) == self._size:
             entries = [store.get(f"{place}/{rank}").decode() for rank in range(self._size)]
             store.set(f"{place}/verdict", judge(entries) or "")
             for rank in range(self._size):
                 store.delete_key(f"{place}/{rank}")
-        self._wait(store, place, entry, patient=patient)
+        channel.text = f"every rank to come to {entry.partition(_NOTE)[0]}"
+        self._wait(store, channel, place, entry, patient=patient)
         verdict = store.get(f"{place}/verdict").decode()
+        if verdict == _LOST:
+            watch = the_watch()
+            raise (watch and watch.explanation()) or self._absence(store, place, entry)
         if store.add(f"{place}/count", 1) == 2 * self._size:
             store.delete_key(f"{place}/verdict")
             store.delete_key(f"{place}/count")
         return verdict
 
-    def _wait(self, store: Store, place: str, entry: str, *, patient: bool) -> None:
-        watch = the_watch()
-        patient = patient and not (watch is not None and watch.guarded)
-        deadline = time.monotonic() + (_LONGEST_WAIT if patient else 0.0)
-        while True:
-            try:
-                store.wait([f"{place}/verdict"], datetime.timedelta(seconds=entry_timeout()))
-            except RuntimeError as error:
-                absence = self._absence(store, place, entry)
+    def _channel(self, sequence: str) -> Channel:
+        """This gate's places of one sequence, which the watch knows: those who wait here may wait in a circle."""
+        channel = self._channels.get(sequence)
+        if channel is None:
+            key = f"{self._name}/gate/{sequence}"
+            channel = Channel(key, "", self._ranks, lambda: self._give_up(sequence))
+            self._channels[sequence] = channel
+            watch = the_watch()
+            if watch is not None:
+                watch.add(channel)
+        return channel
+
+    def _give_up(self, sequence: str) -> None:
+        """End the wait of every rank that has come to this one's place: the others never will."""
+        assert self._store is not None
+        place = f"{sequence}/{self._channels[sequence].launched - 1}"
+        self._store.set(f"{place}/verdict", _LOST)
+
+    def _wait(
+        self, store: Store, channel: Channel, place: str, entry: str, *, patient: bool
+    ) -> None:
+        try:
+            store.wait([f"{place}/verdict"], datetime.timedelta(seconds=entry_timeout()))
+        except RuntimeError as error:
+            absence = self._absence(store, place, entry)
+            watch = the_watch()
+            if not patient or (watch is not None and watch.guarded):
+                raise absence from error
+            warnings.warn(f"{absence}  Still waiting.", FsdpWarning, stacklevel=5)
+            if watch is not None:
+                started = time.monotonic() - entry_timeout()
+                watch.begin(Awaited(channel, channel.launched - 1, started))
+            deadline = time.monotonic() + _LONGEST_WAIT
+            # Not one long call, which would keep the watch from the store.
+            while not store.check([f"{place}/verdict"]):
                 if time.monotonic() > deadline:
                     raise absence from error
-                warnings.warn(f"{absence}  Still waiting.", FsdpWarning, stacklevel=5)
-            else:
-                return
+                time.sleep(_PERIOD)
+            if watch is not None:
+                watch.end()
 
     def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
         missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))

@@ -190,6 +190,7 @@ class PointToPointCollectives:
         self._reduces = self._channel(f"{serial}/reduce")
         self._combinations = self._channel(f"{serial}/combine")
         self._exchanges = self._channel(f"{serial}/exchange")
+        self._broadcasts = self._channel(f"{serial}/broadcast")
         self._lines: _Lines | None = None
         self._ways = Ways(group)
         self._has_met = False
@@ -201,6 +202,7 @@ class PointToPointCollectives:
         self._reduces.text = f"the reduction of unit {name or '<root>'!r}"
         self._combinations.text = f"an all-reduce of unit {name or '<root>'!r}"
         self._exchanges.text = f"an exchange of pieces of unit {name or '<root>'!r}"
+        self._broadcasts.text = f"a broadcast of unit {name or '<root>'!r}"
 
     def all_gather(self, gathers: Sequence[Gather]) -> Work:
         """Send the own slice to every peer and receive each peer's slice where it belongs."""
@@ -275,7 +277,7 @@ class PointToPointCollectives:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """Gloo's own broadcast."""
-        return _broadcast(self._group, tensors, source)
+        return _Exchange(self._broadcasts, self._watch, [_broadcast(self._group, tensors, source)])
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
         """One send and one receive a peer."""

@@ -288,7 +288,8 @@ def _describe_circle(circle: Iterable[int], positions: dict[int, Position]) -> s
     who = ", ".join(f"rank {rank} waits for {positions[rank].text}" for rank in sorted(circle))
     return describe(
         f"Forward order differs across ranks: {who}, and none of them can go on",
-        remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
+        remedy="Make the same calls and run the same units in the same order on every rank, or pass "
+        "allow_unused='any_rank' to the wrapper.",
     )
 
 

@@ -302,8 +302,10 @@ class Root:
                 self.units[index].release()
         if self.order_check.on:
             self.order_check.path.append(unit.index)
-        if not self._order_is_agreed and not self.lockstep.on and unit.shard.size > 1:
-            self._likeness.see(unit, self.units, self._sequence)
+        if self._order_is_agreed or self.lockstep.on or unit.world_size == 1:
+            return
+        self._likeness.see(unit, self.units, self._sequence)
+        if unit.shard.size > 1:
             sequence = f"{self._sequence}.{self._forwards}"
             unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
 
