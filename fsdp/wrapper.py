@@ -260,21 +260,23 @@ class FullyShardedDataParallel(
             return getattr(self._fsdp_wrapped_module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes are set on the wrapper; but not instead of a parameter of the wrapped module.
+        """Attributes are set on the wrapper; but not instead of a parameter or submodule of the wrapped module.
 
         Collective: none.
 
         Raises:
-            UsageError: If ``value`` is a tensor and the wrapped module has a parameter of this name, which it would go
-                on using (``functional_call`` comes here).
+            UsageError: If ``value`` is a tensor or module and the wrapped module has a parameter or submodule of this
+                name, which it would go on using (``functional_call`` comes here).
         """
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | nn.Module):
             wrapped = _torch.child_table(self).get(FSDP_WRAPPED_MODULE)
-            if wrapped is not None and name in _torch.parameter_table(wrapped):
+            if wrapped is not None and (
+                name in _torch.parameter_table(wrapped) or name in _torch.child_table(wrapped)
+            ):
                 raise UsageError(
                     describe(
                         f"{name!r} was set on a wrapper, by functional_call or by hand: the wrapped module would go on "
-                        "with its own parameter",
+                        "with its own",
                         unit=self._unit.name,
                         fqn=join_names(self._unit.name, name),
                         remedy="Set it on `.module`; call functional_call on the unwrapped module.",

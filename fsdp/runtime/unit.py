@@ -361,14 +361,12 @@ class Unit(ResidentUnit):
 
     def _check_summoned_forward(self) -> None:
         if torch.is_grad_enabled() and self._expected:
-            raise TrainingStateError(
-                describe(
-                    "forward ran with gradients enabled while the full parameters are summoned",
-                    unit=self.name,
-                    remedy="Leave summon_full_params first, or run the forward under torch.no_grad().",
-                ),
-                unit=self.name,
-            )
+            remedy = "Leave summon_full_params first, or run the forward under torch.no_grad()."
+            raise self._refuse_summoned("forward ran with gradients enabled", remedy)
+
+    def _refuse_summoned(self, what: str, remedy: str) -> TrainingStateError:
+        message = f"{what} while the full parameters are summoned"
+        return TrainingStateError(describe(message, unit=self.name, remedy=remedy), unit=self.name)
 
     def run_method(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -405,6 +403,8 @@ class Unit(ResidentUnit):
 
         Where the outputs have been reached already the latter changes nothing: a user's hook may be on one rank only.
         """
+        if self.summoned:
+            raise self._refuse_summoned("backward ran", "Leave summon_full_params first.")
         root = self.root
         task = _torch.backward_task()
         begins = task != root.backward_task and root.enter_backward(task)

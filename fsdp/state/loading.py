@@ -57,6 +57,8 @@ def misfit(value: Any, shape: tuple[int, ...]) -> str:
     """Why ``value`` can not be loaded into a tensor of ``shape``; empty if it can.  Collective: none."""
     if not isinstance(value, torch.Tensor):
         return f"the checkpoint holds a {type(value).__name__}, not a tensor."
+    if value.is_meta:
+        return "the checkpoint holds a tensor on the meta device, which has no values."
     if tuple(value.shape) == shape or (not shape and value.shape == (1,)):
         return ""
     return (

@@ -155,12 +155,14 @@ class ModelStateInterface(nn.Module):
         Raises:
             CheckpointError: On every rank, if a tensor has the wrong shape on any (nothing is changed then), or, if
                 ``strict``, keys are missing or unexpected.
+            TrainingStateError: During forward or backward.
 
         Example::
 
             state = torch.load("model.pt", mmap=True) if model.rank == 0 else {}
             model.load_state_dict(state, broadcast_from_rank0=True)
         """
+        self._unit.root.check_idle("load_state_dict")
         axes = self._arguments.axes
         metadata = getattr(state_dict, "_metadata", None)
         state_dict = _with_tensors(state_dict)

@@ -1,0 +1,75 @@
+"""Wrong uses between and inside steps that are refused on every rank, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.errors import CheckpointError, TrainingStateError, UsageError
+from fsdp.wrap import ModuleWrapPolicy
+from tests.support.ranks import run_ranks
+from tests.support.scripts import Block, Net, batch
+
+
+def backward_in_summon(model, rank):
+    loss = model(batch(rank)).sum()
+    refused = pytest.raises(TrainingStateError, match="backward ran while the full parameters")
+    with FSDP.summon_full_params(model), refused:
+        loss.backward()
+
+
+def backward_in_summon_of_an_inner_unit(model, rank):
+    loss = model(batch(rank)).sum()
+    summoned = FSDP.summon_full_params(model.module.blocks[0], recurse=False)
+    with summoned, pytest.raises(TrainingStateError, match=r"blocks\.0"):
+        loss.backward()
+
+
+def load_in_a_forward(model, rank):
+    state = model.state_dict()
+    handle = model.module.blocks[1].register_forward_hook(lambda *_: model.load_state_dict(state))
+    with pytest.raises(TrainingStateError, match="load_state_dict was called inside one"):
+        model(batch(rank))
+    handle.remove()
+
+
+def load_without_values(model, rank):
+    state = model.state_dict() | {"out.weight": torch.empty(3, 7, device="meta")}
+    with pytest.raises(CheckpointError, match=r"out\.weight: the checkpoint holds a tensor on the"):
+        model.load_state_dict(state)
+
+
+def another_head_on_the_wrapper(model, rank):
+    with pytest.raises(UsageError, match=r"'out' was set on a wrapper"):
+        model.out = nn.Linear(7, 4)
+
+
+MISUSES = (
+    backward_in_summon,
+    backward_in_summon_of_an_inner_unit,
+    load_in_a_forward,
+    load_without_values,
+    another_head_on_the_wrapper,
+)
+
+
+def misuse_and_go_on(orig):
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    model = FSDP(Net(), use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model(batch(rank)).square().sum().backward()
+    wanted = [param.grad for param in model.parameters()]
+    for misuse in MISUSES:
+        model.zero_grad()
+        misuse(model, rank)
+        model.zero_grad()
+        model(batch(rank)).square().sum().backward()
+        torch.testing.assert_close([param.grad for param in model.parameters()], wanted)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_wrong_uses_are_refused_and_leave_the_model_as_it_was(world_size, orig):
+    run_ranks(misuse_and_go_on, world_size, orig)
