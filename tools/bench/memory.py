@@ -83,6 +83,7 @@ def _lean(model: nn.Module, setting: Setting) -> nn.Module:
 
 LEAN: dict[str, Builder] = {"fsdp2-lean": _lean}
 _ALL: dict[str, Builder] = {**CONTENDERS, **LEAN}
+_QUICK = ("ddp", "fsdp1-flat", "fsdp2", "ours-flat", "ours-orig")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", choices=CASES, nargs="+", help="which (all but small; small if --quick)"
     )
     parser.add_argument(
-        "--contender", choices=_ALL, nargs="+", default=list(_ALL), help="who (all)"
+        "--contender", choices=_ALL, nargs="+", help=f"who (all; {' '.join(_QUICK)} if --quick)"
     )
     parser.add_argument("--repetitions", type=int, metavar="N", help="fresh runs of each (3; 1)")
 
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> Report:
     failures: dict[str, str] = {}
     for case in cases:
         for _ in range(repetitions):
-            for name in arguments.contender:
+            for name in arguments.contender or (_QUICK if arguments.quick else _ALL):
                 if name in LEAN and "tokens" not in CASES[case].large:
                     continue  # its embedding is no unit
                 try:
