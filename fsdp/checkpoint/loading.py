@@ -268,7 +268,7 @@ class _OptimizerPlan:
         if SCALARS not in source.manifest.objects:
             raise CheckpointError(f"{source.folder} was saved without an optimizer: pass none.")
         held = held_params(model, units_in(model))
-        view = view_of(held, optimizer)
+        view = view_of(model, held, optimizer)
         scalars = source.value(SCALARS, weights_only=weights_only)
         if elsewhere is not None:
             scalars = without_elsewhere(scalars, elsewhere)

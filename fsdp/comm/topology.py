@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,11 +35,13 @@ class Axes:
         shard: Ranks that share each flat parameter.
         replicate: Ranks that hold equal shards and average their gradients.
         whole: The group users named (or the default one); what ``process_group`` shows.
+        mesh: The mesh they named them by, if they did: ``(shard,)`` or ``(replicate, shard)``.
     """
 
     shard: ProcessGroup | None
     replicate: ProcessGroup | None
     whole: ProcessGroup
+    mesh: DeviceMesh | None = None
 
 
 def resolve_axes(
@@ -68,11 +71,11 @@ def resolve_axes(
         )
     if strategy in HYBRID_STRATEGIES:
         shard, replicate = _hybrid_pair(process_group, device_mesh)
-        return Axes(shard, replicate, shard)
+        return Axes(shard, replicate, shard, device_mesh)
     group = _single_group(process_group, device_mesh)
     if strategy is ShardingStrategy.NO_SHARD:
         return Axes(None, group, group)
-    return Axes(group, None, group)
+    return Axes(group, None, group, device_mesh)
 
 
 def _single_group(process_group: Any, device_mesh: DeviceMesh | None) -> ProcessGroup:
@@ -108,12 +111,15 @@ def _hybrid_pair(
     if isinstance(process_group, tuple | list) and len(process_group) == _HYBRID_DIMS:
         return process_group[0], process_group[1]
     raise ConfigTypeError(
-        "hybrid sharding takes process_group=(shard_group, replicate_group), or none at all."
+        "Expected process_group to be passed in as (shard_group, replicate_group) with hybrid sharding, or not at all."
     )
 
 
 def _node_groups() -> tuple[ProcessGroup, ProcessGroup]:
-    """Shard within a node, replicate across nodes, as LOCAL_WORLD_SIZE (set by torchrun) divides the world."""
+    """Shard within a node, replicate across nodes, as LOCAL_WORLD_SIZE (set by torchrun) divides the world.
+
+    Made once for each default group: modules that are wrapped one by one share their groups.
+    """
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
     if not local or world_size % local:
@@ -123,6 +129,18 @@ def _node_groups() -> tuple[ProcessGroup, ProcessGroup]:
                 remedy="Set LOCAL_WORLD_SIZE, or pass process_group=(shard_group, replicate_group).",
             )
         )
+    known = _NODE_GROUPS.setdefault(_torch.default_group(), {})
+    if local not in known:
+        known[local] = _make_node_groups(world_size, local)
+    return known[local]
+
+
+_NODE_GROUPS: weakref.WeakKeyDictionary[Any, dict[int, tuple[ProcessGroup, ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _make_node_groups(world_size: int, local: int) -> tuple[ProcessGroup, ProcessGroup]:
     rank = dist.get_rank()
     shard = replicate = None
     for start in range(0, world_size, local):

@@ -23,7 +23,7 @@ from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, des
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import handle_maker
 from ..flat.sharing import ManagedParam, assign_owners
-from ..flat.tensor_parallel import localized
+from ..flat.tensor_parallel import is_distributed, localized
 from ..names import join_names
 from ..plan.selection import select_units
 from ..runtime.guard import remember_left_behind
@@ -311,13 +311,19 @@ def broadcast_states(
 
     Collective: every rank of both groups.
     """
-    plain = [_as_bytes_if_odd(tensor) for tensor in tensors if tensor.numel()]
+    mine = [_local_part(tensor) for tensor in tensors]
+    plain = [_as_bytes_if_odd(tensor) for tensor in mine if tensor.numel()]
     copies = [tensor.contiguous() for tensor in plain]
     shard.broadcast(copies).wait()
     replicate.broadcast(copies).wait()
     for tensor, copy in zip(plain, copies, strict=True):
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a buffer that is divided over tensor-parallel ranks; any other tensor itself."""
+    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _as_bytes_if_odd(tensor: torch.Tensor) -> torch.Tensor:

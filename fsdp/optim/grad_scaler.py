@@ -92,6 +92,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _sendable(self, flag: torch.Tensor) -> torch.Tensor:
         """``flag`` where the group can send it from: gradients may rest on the host, which NCCL does not know."""
         group = _torch.default_group() if self.process_group is None else self.process_group
+        if not _torch.is_process_group(group):
+            return flag  # a stand-in that has no backends to ask
         try:
             _torch.group_backend(group, flag.device)
         except RuntimeError:

@@ -88,17 +88,16 @@ def scalars_of_all(
 
 def without_elsewhere(saved: Any, elsewhere: Elsewhere) -> Any:
     """A canonical state without what only other ranks hold.  Collective: none; ``saved`` is not changed."""
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+    if not isinstance(saved, Mapping) or "state" not in saved:
         return saved
 
     def is_here(key: Any) -> bool:
         return not isinstance(key, str) or clean_tensor_name(key) not in elsewhere.others
 
-    return {
-        **saved,
-        "state": {key: values for key, values in saved["state"].items() if is_here(key)},
-        "param_groups": [
+    left = {**saved, "state": {key: kept for key, kept in saved["state"].items() if is_here(key)}}
+    if "param_groups" in saved:
+        left["param_groups"] = [
             {**group, "params": [key for key in group["params"] if is_here(key)]}
             for group in saved["param_groups"]
-        ],
-    }
+        ]
+    return left

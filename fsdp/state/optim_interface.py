@@ -19,7 +19,6 @@ from ..config import (
     StateDictType,
 )
 from ..errors import CheckpointError, ConfigError, FsdpWarning, UsageError, describe
-from ..names import clean_tensor_name
 from ..runtime.unit import Unit
 from .model import StateHooks
 from .optim_load import optim_state_to_load
@@ -66,7 +65,7 @@ class OptimStateInterface:
         Args:
             model: A wrapper, or a module that contains some.
             optim: Optimizer over the model's parameters.
-            optim_state_dict: ``optim.state_dict()``, if it was changed.
+            optim_state_dict: ``optim.state_dict()``, if it was changed.  Without ``param_groups`` the result has none.
             group: Whose first rank keeps the result, with ``rank0_only``; that of the outermost unit if None.
 
         Returns:
@@ -108,7 +107,8 @@ class OptimStateInterface:
             optim_state_dict: As :meth:`optim_state_dict` returns it (of any type but ``LOCAL_STATE_DICT``, unless that
                 is the current one), or the state dict of a plain optimizer over the unwrapped model; the same on every
                 rank.  If the current config is ``FullOptimStateDictConfig(rank0_only=True)``, ranks but the first of
-                ``group`` may give an empty dict or None.  It is not changed.
+                ``group`` may give an empty dict or None.  It is not changed.  Without ``param_groups`` the result has
+                none either: the caller adds them.
             is_named_optimizer: Whether ``optim`` keys its own state dict by the names in ``model.named_parameters()``.
             load_directly: Also load it into ``optim``.
             group: Where ``rank0_only`` looks for the first rank; that of the outermost unit if None.
@@ -263,7 +263,7 @@ class OptimStateInterface:
     ) -> dict[str, Any]:
         """A state dict of an optimizer, keyed by original names or by the numbers an unwrapped model's optimizer has.
 
-        Groups keep their order and parameters the order in their group.  Collective: none.
+        Groups keep their order, and so do names in a group; numbers go up, as an optimizer counts.  Collective: none.
 
         Args:
             optim_state_dict: Keyed either way; not changed.
@@ -405,7 +405,7 @@ def _warn_without_state(optim: torch.optim.Optimizer) -> None:
 def _warn_of_input(optim_input: Any) -> None:
     if optim_input is not None and not _torch.is_process_group(optim_input):
         warnings.warn(
-            "optim_input is deprecated: pass the optimizer itself as optim.",
+            "The `optim_input` argument is deprecated: pass the optimizer itself as `optim`.",
             FutureWarning,
             stacklevel=4,
         )
@@ -432,17 +432,19 @@ def _by_exposed_name(
     model: nn.Module, optim: torch.optim.Optimizer, local: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``local`` keyed as an optimizer of named parameters keys it."""
-    names = {param: clean_tensor_name(name) for name, param in model.named_parameters()}
+    names = {param: name for name, param in model.named_parameters()}
     params = list(dict.fromkeys(p for group in optim.param_groups for p in group["params"]))
     unnamed = [param for param in params if param not in names]
     if unnamed:
         raise UsageError(
             f"is_named_optimizer=True, but {len(unnamed)} parameters of the optimizer have no name in the model."
         )
-    return {
-        "state": {names[params[number]]: values for number, values in local["state"].items()},
-        "param_groups": [
+    named: dict[str, Any] = {
+        "state": {names[params[number]]: values for number, values in local["state"].items()}
+    }
+    if "param_groups" in local:
+        named["param_groups"] = [
             {**group, "params": [names[params[number]] for number in group["params"]]}
             for group in local["param_groups"]
-        ],
-    }
+        ]
+    return named

@@ -55,7 +55,7 @@ def optim_state_to_load(
         CheckpointError: If it does not fit; names the parameter.
     """
     held = held_params(model, units)
-    view = view_of(held, source)
+    view = view_of(model, held, source)
     elsewhere = find_elsewhere(model, units, [item.fqn for item in held])
     if elsewhere is not None:
         saved = without_elsewhere(saved, elsewhere)
@@ -78,11 +78,11 @@ class LoadPlan:
 
     Attributes:
         entries: For each key of the optimizer's state dict, its values; those to be cut are not cut yet.
-        groups: The ``param_groups`` to load.
+        groups: The ``param_groups`` to load; None where the saved state has none.
     """
 
     entries: Sequence[tuple[LocalKey, Mapping[str, Any]]]
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]] | None
 
     def cut(self, parts: Parts) -> dict[str, Any]:
         """The state dict for the optimizer; ``parts`` says what is not to be cut out of the saved values themselves."""
@@ -93,7 +93,11 @@ class LoadPlan:
             }
             for key, values in self.entries
         }
-        return {"state": state, "param_groups": self.groups}
+        return (
+            {"state": state}
+            if self.groups is None
+            else {"state": state, "param_groups": self.groups}
+        )
 
 
 def plan_load(held: Sequence[Held], view: OptimizerView, saved: SavedState) -> LoadPlan:
@@ -116,7 +120,7 @@ def plan_load(held: Sequence[Held], view: OptimizerView, saved: SavedState) -> L
         values = _values_for(key, saved)
         if values:
             entries.append((key, values))
-    return LoadPlan(entries, groups_to_load(view, saved))
+    return LoadPlan(entries, None if saved.groups is None else groups_to_load(view, saved.groups))
 
 
 def _values_for(key: LocalKey, saved: SavedState) -> Mapping[str, Any]:

@@ -25,12 +25,12 @@ class SavedState:
 
     Attributes:
         state: The state of each parameter that has some.
-        groups: The parameter groups, with names.
+        groups: The parameter groups, with names; None if it was saved without.
         counters: Names of values that are one number a parameter, whatever its shape (``step``, say).
     """
 
     state: Mapping[str, Mapping[str, Any]]
-    groups: Sequence[Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]] | None
     counters: frozenset[str]
 
 
@@ -45,11 +45,11 @@ def in_canonical_names(
         CheckpointError: If it is malformed, mixes names and numbers, numbers other parameters than the optimizer's,
             names one the model has not, or leaves out one the optimizer trains.  Names the parameter.
     """
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+    if not isinstance(saved, Mapping) or not _has_content(saved):
         what = f"is a {type(saved).__name__}" if not isinstance(saved, Mapping) else "lacks one"
         raise CheckpointError(
-            f"the optimizer state dict must have 'state' and 'param_groups' but {what}. Pass what optim_state_dict or "
-            "torch.optim.Optimizer.state_dict returned."
+            f"the optimizer state dict must have 'state' and 'param_groups' (or some state, by name) but {what}. Pass "
+            "what optim_state_dict or torch.optim.Optimizer.state_dict returned."
         )
     names = _names_of_keys(held, view, saved)
     primary = {alias: item.fqn for item in held for alias in item.aliases}
@@ -66,6 +66,8 @@ def in_canonical_names(
             fqn=unknown[0],
         )
     state = {primary[names[key]]: values for key, values in saved["state"].items()}
+    if "param_groups" not in saved:
+        return SavedState(state, None, _counters(held, state))
     groups = [
         {**group, "params": [primary[names[key]] for key in group["params"]]}
         for group in saved["param_groups"]
@@ -74,11 +76,16 @@ def in_canonical_names(
     return SavedState(state, groups, _counters(held, state))
 
 
+def _has_content(saved: Mapping[str, Any]) -> bool:
+    """Whether there are both parts, or the state of some parameter without groups."""
+    return "state" in saved and ("param_groups" in saved or bool(saved["state"]))
+
+
 def _names_of_keys(
     held: Sequence[Held], view: OptimizerView, saved: Mapping[str, Any]
 ) -> dict[Any, str]:
     """The name each key of ``saved`` stands for."""
-    groups = saved["param_groups"]
+    groups = saved.get("param_groups", ())
     keys = dict.fromkeys([key for group in groups for key in group["params"]])
     keys.update(dict.fromkeys(saved["state"]))
     numbers = [key for key in keys if isinstance(key, int)]
@@ -186,15 +193,15 @@ def is_elementwise(item: Held, name: str, value: Any, counters: Collection[str])
     )
 
 
-def groups_to_load(view: OptimizerView, saved: SavedState) -> list[dict[str, Any]]:
-    """The saved hyper-parameters of each of the optimizer's groups, with its own keys as ``params``.
+def groups_to_load(view: OptimizerView, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The hyper-parameters ``saved`` has for each of the optimizer's groups, with its own keys as ``params``.
 
     Groups are found by the names in them; one without parameters takes the saved one at its place, if that is free.
 
     Raises:
         CheckpointError: If a group's parameters come from several saved ones, or from those of another optimizer.
     """
-    group_of = {name: at for at, group in enumerate(saved.groups) for name in group["params"]}
+    group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
     sources: list[int | None] = []
     for number, names in enumerate(view.group_names):
         found: dict[int, str] = {}
@@ -217,12 +224,12 @@ def groups_to_load(view: OptimizerView, saved: SavedState) -> list[dict[str, Any
     taken = set(sources)
     numbered = []
     for number, source in enumerate(sources):
-        is_free = source is None and number < len(saved.groups) and number not in taken
+        is_free = source is None and number < len(saved) and number not in taken
         chosen = number if is_free else source
         if chosen is None:
             options = dict(view.groups[number])
         else:
-            group = saved.groups[chosen]
+            group = saved[chosen]
             options = {
                 name: copy_of(value) for name, value in group.items() if name not in _NOT_OPTIONS
             }
@@ -235,7 +242,8 @@ def _check_same_kind(view: OptimizerView, options: Mapping[str, Any], number: in
     """Refuse hyper-parameters that lack what the optimizer reads, beyond what it fills in for older versions."""
     if view.optimizer is None:
         return
-    expected = view.optimizer.defaults or view.groups[number]
+    defaults = getattr(view.optimizer, "defaults", {})  # an optimizer around another may have none
+    expected = defaults or view.groups[number]
     needed = [name for name in expected if name not in options]
     if not needed:
         return
@@ -243,9 +251,7 @@ def _check_same_kind(view: OptimizerView, options: Mapping[str, Any], number: in
     probe = type(view.optimizer).__new__(type(view.optimizer))
     group = {**options, "params": []}
     with contextlib.suppress(Exception):
-        probe.__setstate__(
-            {"defaults": dict(view.optimizer.defaults), "state": {}, "param_groups": [group]}
-        )
+        probe.__setstate__({"defaults": dict(defaults), "state": {}, "param_groups": [group]})
     missing = [name for name in needed if name not in group]
     if missing:
         fqn = next(iter(view.group_names[number]), None)

@@ -52,7 +52,9 @@ def rekey_optim_state(
         )
     by_number = key_type is OptimStateKeyType.PARAM_ID
     held = held_params(model, units_in(model))
-    in_order = dict.fromkeys(fqn for group in view_of(held, source).group_names for fqn in group)
+    in_order = dict.fromkeys(
+        fqn for group in view_of(model, held, source).group_names for fqn in group
+    )
     names: dict[int | str, str] = dict(enumerate(in_order))
     new: Mapping[Any, Any] = {key: key for key in keys}
     if kinds == {not by_number}:
@@ -69,11 +71,17 @@ def rekey_optim_state(
         "param_groups": [
             {
                 **{name: copy_of(value) for name, value in group.items() if name != "params"},
-                "params": [_found(new, key) for key in group["params"]],
+                "params": _in_order(_found(new, key) for key in group["params"]),
             }
             for group in saved["param_groups"]
         ],
     }
+
+
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    """The keys of a group as they are loaded: numbers go up, since an optimizer counts its parameters through."""
+    listed = list(keys)
+    return sorted(listed) if all(isinstance(key, int) for key in listed) else listed
 
 
 def _found(new: Mapping[Any, Any], key: Any) -> Any:

@@ -102,7 +102,8 @@ def save_optim_state(
         delivery: Who gets what.
 
     Returns:
-        The canonical form, or an empty dict where ``delivery.keep`` is False.
+        The canonical form, without ``param_groups`` if ``state_dict`` has none; an empty dict where ``delivery.keep``
+        is False.
 
     Raises:
         UsageError: If the optimizer holds parameters that are not the model's.
@@ -116,7 +117,7 @@ def save_optim_state(
     view = None
     local: dict[Held, _Description] = {}
     try:
-        view = view_of(held, optimizer, state_dict)
+        view = view_of(model, held, optimizer, state_dict)
         local = _describe_all(view)
     except FsdpError as error:
         problem = error
@@ -153,16 +154,18 @@ def save_optim_state(
         for options, names in zip(view.groups, view.group_names, strict=True)
     ]
     in_order = {item.fqn: state[item.fqn] for item in held if item.fqn in state}
-    saved = {"state": in_order, "param_groups": groups}
-    if elsewhere is None:
-        return saved
-    return completed_optim_state(
-        saved,
-        elsewhere,
-        whole=delivery.meshes is None,
-        keep=delivery.keep,
-        to_cpu=delivery.to_cpu,
-    )
+    saved: dict[str, Any] = {"state": in_order, "param_groups": groups}
+    if elsewhere is not None:
+        saved = completed_optim_state(
+            saved,
+            elsewhere,
+            whole=delivery.meshes is None,
+            keep=delivery.keep,
+            to_cpu=delivery.to_cpu,
+        )
+    if state_dict is not None and "param_groups" not in state_dict:
+        saved.pop("param_groups", None)
+    return saved
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------

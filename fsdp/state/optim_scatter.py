@@ -70,7 +70,7 @@ def scatter_optim_state(
     outline: SavedState | None = None
     problem: FsdpError | None = None
     try:
-        view = view_of(held, source)
+        view = view_of(model, held, source)
         if group.rank() == 0:
             named = _checked(held, view, full)
             outline = _outline(held, named)

@@ -91,6 +91,7 @@ class OptimizerView:
 
 
 def view_of(
+    model: nn.Module,
     held: Sequence[Held],
     source: torch.optim.Optimizer | Iterable[Any],
     state_dict: Mapping[str, Any] | None = None,
@@ -100,6 +101,7 @@ def view_of(
     Collective: none.
 
     Args:
+        model: A wrapper, or a module that contains some.
         held: The model's parameters.
         source: The optimizer, or its parameters (or groups of them).
         state_dict: Its state dict, if it is not ``optimizer.state_dict()``.
@@ -122,14 +124,11 @@ def view_of(
     for group in groups:
         for param in group["params"]:
             numbers.setdefault(param, len(numbers))
-    place = {item: number for number, item in enumerate(held)}
-    names = []
-    for group in groups:
-        items = [item for param in group["params"] for item in by_key[param]]
-        if any(len(by_key[param]) > 1 for param in group["params"]):
-            items.sort(key=place.__getitem__)  # as the unwrapped model's optimizer has them
-        names.append([item.fqn for item in items])
-    options = groups if state_dict is None else state_dict["param_groups"]
+    names = [
+        [item.fqn for item in _in_users_order(model, held, group["params"], by_key)]
+        for group in groups
+    ]
+    options = groups if state_dict is None else state_dict.get("param_groups", groups)
     return OptimizerView(
         tuple(_local_key(number, by_key[param]) for param, number in numbers.items()),
         _state_of(optimizer, numbers, held, state_dict),
@@ -139,6 +138,33 @@ def view_of(
         frozenset(),
         optimizer,
     )
+
+
+def _in_users_order(
+    model: nn.Module,
+    held: Sequence[Held],
+    params: Sequence[nn.Parameter],
+    by_key: Mapping[nn.Parameter, Sequence[Held]],
+) -> list[Held]:
+    """The original parameters of a group in the order that an optimizer of the unwrapped model has them in.
+
+    Flat parameters come in another order than what lies in them.  A stretch of ``params`` that goes forward through
+    ``model.parameters()`` stands for the same stretch of the unwrapped model, so ``a.parameters()`` after
+    ``b.parameters()`` stays after it.
+    """
+    if all(len(by_key[param]) == 1 for param in params):
+        return [item for param in params for item in by_key[param]]
+    exposed = {param: number for number, param in enumerate(model.parameters())}
+    place = {item: number for number, item in enumerate(held)}
+    stretches: list[list[Held]] = [[]]
+    last = -1
+    for param in params:
+        number = exposed.get(param, last)
+        if number < last:
+            stretches.append([])
+        stretches[-1].extend(by_key[param])
+        last = number
+    return [item for stretch in stretches for item in sorted(stretch, key=place.__getitem__)]
 
 
 def _local_key(number: int, items: Sequence[Held]) -> LocalKey:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "axes_mesh",
+    "axis_roles",
     "cut_dim",
     "flat_from_slices",
     "local_part",
@@ -188,7 +189,7 @@ def placements_of(slot: Slot, mesh: DeviceMesh) -> list[Any]:
         _SHARD: lambda: Shard(cut_dim(slot)) if slot.shape else Replicate(),
         _REPLICATE: Replicate,
     }
-    return [kinds[name]() for name in mesh.mesh_dim_names or ()]
+    return [kinds[role]() for role in axis_roles(mesh)]
 
 
 def slice_tensor(
@@ -219,7 +220,7 @@ def local_shard_tensor(shard: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
     kinds = {_SHARD: Shard(0), _REPLICATE: Replicate()}
     made: DTensor = DTensor.from_local(
-        shard.detach(), mesh, [kinds[name] for name in mesh.mesh_dim_names or ()], run_check=False
+        shard.detach(), mesh, [kinds[role] for role in axis_roles(mesh)], run_check=False
     )
     return made
 
@@ -251,11 +252,20 @@ def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
     return axes_mesh(Axes(group, None, group), device)
 
 
+def axis_roles(mesh: DeviceMesh) -> tuple[str, ...]:
+    """What each dimension of a unit's mesh is, whatever users call it: ``"replicate"`` or ``"shard"``.  Pure."""
+    is_replicated = mesh.mesh_dim_names == (_REPLICATE,)
+    return (_REPLICATE,) if is_replicated else (_REPLICATE, _SHARD)[-mesh.ndim :]
+
+
 def axes_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
-    """The mesh of a unit's two axes: 1-D, or 2-D ``(replicate, shard)`` where it has both.
+    """The mesh of a unit's two axes: 1-D, or 2-D ``(replicate, shard)`` where it has both; the user's if there is one.
 
     Collective: every rank of the replicate axis, the first time for hybrid sharding, to learn who is in the mesh.
     """
+    given = axes.mesh
+    if given is not None and given.device_type == device.type and _SHARD in axis_roles(given):
+        return given
     known = _MESHES.setdefault(axes.whole, {})
     key = (axes.shard, axes.replicate, device.type)
     mesh: DeviceMesh | None = known.get(key)

@@ -21,6 +21,7 @@ from ..flat.layout import Slot
 from ..flat.tensor_parallel import TensorShard, is_distributed
 from ..runtime.held import Held
 from ..runtime.unit import Unit
+from .sharded import axis_roles
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +88,7 @@ def joint_mesh(data: DeviceMesh, shard: TensorShard) -> DeviceMesh:
             [shard.group, *data.get_all_groups()],
             data.device_type,
             mesh=torch.tensor(rows),
-            mesh_dim_names=(_TENSOR, *(data.mesh_dim_names or ())),
+            mesh_dim_names=(_TENSOR, *axis_roles(data)),
         )
     return mesh
 

@@ -32,6 +32,32 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(use_orig_params, fused):
     assert run_ranks(overflow, 3, use_orig_params, fused) == [4.0, 4.0, 4.0]
 
 
+class StandIn:
+    """A process group of one rank, as tests of training loops have it: no backends, no default group."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+    def allreduce(self, tensors, options=None):
+        return self
+
+    def wait(self):
+        return True
+
+
+@pytest.mark.parametrize("value", [3.0, float("inf")])
+def test_a_stand_in_for_a_process_group_will_do(value):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0, process_group=StandIn())
+    scaler.scale((weight * value).sum()).backward()
+    scaler.step(optimizer)
+    assert weight.tolist() == ([1.0, 1.0] if value == float("inf") else [-2.0, -2.0])
+
+
 def trained():
     model = wrap(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

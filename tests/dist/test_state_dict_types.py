@@ -276,6 +276,49 @@ def test_hybrid_sharding_gives_two_dimensional_dtensors():
     run_ranks(hybrid, 4, "HYBRID_SHARD")
 
 
+def on_the_users_mesh(names):
+    """``names``: of the dimensions of the mesh, two with hybrid sharding."""
+    shape = (2, 2) if len(names) == 2 else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names if all(names) else None)
+    strategy = ShardingStrategy.HYBRID_SHARD if len(names) == 2 else ShardingStrategy.FULL_SHARD
+    item = ENTRIES["mlp"]
+    for orig in EXPOSURES:
+        model = wrap_entry(
+            item,
+            item.build(),
+            use_orig_params=orig,
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        item.loss(model, item.make_batch(dist.get_rank(), 0)).backward()
+        optimizer.step()
+        whole, whole_optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+            averages = {fqn: values["exp_avg"] for fqn, values in optim["state"].items()}
+            for found, wanted in (
+                (state, whole),
+                (averages, {f: v["exp_avg"] for f, v in whole_optim["state"].items()}),
+            ):
+                for key, value in found.items():
+                    assert value.device_mesh.mesh.equal(mesh.mesh)
+                    assert value.device_mesh == mesh or names == ("replicate",)
+                    assert isinstance(value.placements[-1], Shard)
+                    assert all(isinstance(each, Replicate) for each in value.placements[:-1])
+                    assert torch.equal(value.full_tensor(), wanted[key])
+            model.load_state_dict(state)
+            FSDP.optim_state_dict_to_load(model, optimizer, optim, load_directly=True)
+        assert all(torch.equal(model.state_dict()[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    "names", [(None,), ("replicate",), (None, None), ("shard", "replicate")], ids=str
+)
+def test_sharded_dicts_lie_on_the_mesh_the_model_was_wrapped_with(names):
+    run_ranks(on_the_users_mesh, 4 if len(names) == 2 else 3, names)
+
+
 def channels_last():
     """Parameters whose memory order is not row-major are cut along the dimension that is outermost in memory."""
     for orig in EXPOSURES:

@@ -200,5 +200,23 @@ def refused():
     assert model.world_size == 2
 
 
+def shared_groups():
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    first = FSDP(nn.Linear(2, 2), **hybrid)
+    made = len(dist.distributed_c10d._world.pg_map)
+    second = FSDP(nn.Linear(2, 2), **hybrid)
+    assert first.process_group is second.process_group
+    assert len(dist.distributed_c10d._world.pg_map) == made
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    third = FSDP(nn.Linear(2, 2), **hybrid)
+    assert third.process_group.size() == 2
+    assert first.process_group.size() == 1
+
+
+def test_modules_wrapped_one_by_one_share_the_groups_that_nodes_give():
+    run_ranks(shared_groups, 2)
+
+
 def test_meshes_and_groups_that_do_not_fit_are_refused_with_what_would():
     run_ranks(refused, 2)

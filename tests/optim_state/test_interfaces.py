@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 
 from fsdp import (
@@ -248,6 +249,100 @@ def named_optimizer():
     }
     assert_equal(full, FSDP.optim_state_dict(model, optimizer, by_name))
     assert_equal(full, FSDP.optim_state_dict(model, optimizer, own))
+
+
+class Outer(torch.nn.Module):
+    """A plain module around a wrapper: in its ``named_parameters()`` the wrapper's own child shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = wrap(Form(2, True))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def around_another(make):
+    """torch's own optimizer of names, which keeps no ``defaults`` and passes over names it does not know."""
+    model = make()
+    names = [name for name, param in model.named_parameters() if "frozen" not in name]
+    params = [param for name, param in model.named_parameters() if name in names]
+    optimizer = _NamedOptimizer(
+        list(zip(names, params, strict=True)),
+        torch.optim.Adam,
+        [{"params": params}],
+        model,
+        lr=1e-2,
+    )
+    optimizer.zero_grad = model.zero_grad  # its own needs the ``defaults`` it lacks
+    one_step(model, optimizer, 0)
+    saved = copy.deepcopy(FSDP.optim_state_dict(model, optimizer))
+    one_step(model, optimizer, 1)
+    named = FSDP.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)
+    optimizer.load_state_dict(named)
+    assert_equal(saved["state"], FSDP.optim_state_dict(model, optimizer)["state"])
+
+
+def wrapped():
+    return wrap(Form(2, True))
+
+
+@pytest.mark.parametrize("make", [wrapped, Outer])
+def test_an_optimizer_around_another_is_resumed(make):
+    run_ranks(around_another, 2, make)
+
+
+def reversed_halves(module):
+    """As users give a part of a model first that comes last."""
+    halves = [module.layers[1], module.layers[0]]
+    return [param for half in halves for param in half.parameters()]
+
+
+def other_order(orig):
+    """Parts of the model in an order of the user's own, in a wrapped and in a plain optimizer."""
+    model, plain = wrap(Form(2, orig, "every")), build()
+    optimizer = torch.optim.Adam(reversed_halves(model), lr=1e-2)
+    alone = torch.optim.Adam(reversed_halves(plain), lr=1e-2)
+    names = {param: name for name, param in plain.named_parameters()}
+    for number, param in enumerate(alone.param_groups[0]["params"]):
+        state = torch.full_like(param, number)
+        alone.state[param] = {"step": torch.tensor(1.0), "exp_avg": state, "exp_avg_sq": -state}
+    FSDP.optim_state_dict_to_load(model, optimizer, alone.state_dict(), load_directly=True)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    in_order = [names[param] for param in alone.param_groups[0]["params"]]
+    assert saved["param_groups"][0]["params"] == in_order
+    for number, name in enumerate(in_order):
+        assert (saved["state"][name]["exp_avg"] == number).all()
+    shuffled = {**saved["param_groups"][0], "params": sorted(in_order)}
+    numbered = FSDP.rekey_optim_state_dict(
+        {**saved, "param_groups": [shuffled]}, OptimStateKeyType.PARAM_ID, plain, optim=alone
+    )
+    fresh = torch.optim.Adam(reversed_halves(plain), lr=1e-2)
+    fresh.load_state_dict(numbered)
+    found = fresh.state_dict()["state"]
+    assert_equal(alone.state_dict()["state"], dict(sorted(found.items())))
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_an_order_of_the_users_own_is_the_same_for_wrapped_and_plain_optimizers(orig):
+    run_ranks(other_order, 2, orig)
+
+
+def without_groups(form):
+    model, optimizer = trained(form)
+    whole = FSDP.optim_state_dict(model, optimizer)
+    own = optimizer.state_dict()
+    alone = FSDP.optim_state_dict(model, optimizer, {"state": own["state"]})
+    assert_equal({"state": whole["state"]}, alone)
+    loadable = FSDP.optim_state_dict_to_load(model, optimizer, alone)
+    assert_equal({"state": own_state(optimizer)["state"]}, loadable)
+    with pytest.raises(CheckpointError, match=r"state number \d+, which is in none of its groups"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {"state": own["state"]})
+
+
+@pytest.mark.parametrize("form", [Form(2), Form(3, True)], ids=str)
+def test_a_state_without_groups_stays_without(form):
+    run_ranks(without_groups, form.world_size, form)
 
 
 def test_named_optimizers_get_and_give_names():

@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -234,6 +235,26 @@ def features(orig, kind):
         model = copy.deepcopy(model)
     loss_of(model, row).backward()
     assert_close(expected, whole(full_grads(model)), GRADIENTS)
+
+
+def divided_buffers():
+    """Every rank begins with its own values; along data the first row's are to win, along tensors none."""
+    mesh = mesh_of(Shape(2, 2))
+    mine = torch.full((3, 2), float(dist.get_rank()))
+    plain = parallelised(build(), mesh)
+    plain.scale = torch.nn.Buffer(DTensor.from_local(mine, mesh["tp"], [Shard(0)], run_check=False))
+    plain.mask = torch.nn.Buffer(
+        DTensor.from_local(mine > 0, mesh["tp"], [Replicate()], run_check=False)
+    )
+    model = wrap(plain, mesh, sync_module_states=True)
+    first_row = float(mesh["tp"].get_local_rank())
+    assert isinstance(model.scale, DTensor)
+    assert (model.scale.to_local() == first_row).all()
+    assert (model.mask.to_local() == (first_row > 0)).all()
+
+
+def test_buffers_that_are_dtensors_are_equal_along_data_after_sync_module_states():
+    run_ranks(divided_buffers, 4)
 
 
 @pytest.mark.parametrize("orig", [False, True])
