@@ -546,3 +546,20 @@ def keeps_graph() -> bool:
     Why: torch tells compiled graphs only.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody has called ``tensor.register_hook``."""
+    return bool(tensor._backward_hooks)
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
+    """Call ``hook`` before the hooks that ``tensor`` has.
+
+    Why: ``register_hook`` appends, and the engine does not look at the order that ``move_to_end`` makes.
+    """
+    theirs = dict(tensor._backward_hooks or {})
+    tensor.register_hook(hook)
+    for number, their_hook in theirs.items():
+        del tensor._backward_hooks[number]  # type: ignore[union-attr]
+        tensor._backward_hooks[number] = their_hook  # type: ignore[index]

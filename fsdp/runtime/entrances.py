@@ -60,6 +60,8 @@ class Entrances:
 
         The hooks sit on graph nodes: they fire whichever output of a node the gradient comes through, and a view
         is hooked at its base as well, because writing into the view in place replaces the view's own node.
+        Hooks that module code has put on an output run before those on its node, and may run backwards of their own
+        (deep equilibrium models do): then ours is put before them, too.
         """
         found = False
         for tensor in (*outputs, *self._kept_on_modules()):
@@ -67,6 +69,8 @@ class Entrances:
             if node is not None:
                 node.register_prehook(self._reached)
                 found = True
+                if _torch.has_hooks(tensor):
+                    _torch.hook_first(tensor, self._reached)
                 if _torch.is_view(tensor):
                     base = _torch.view_base(tensor)
                     if base is not None and base.grad_fn is not None:

@@ -82,6 +82,7 @@ class Unit(ResidentUnit):
         "_open_uses",
         "_post_hook",
         "_pre_hook",
+        "_trained",
         "armed",
         "buffer_masters",
         "comm_hook",
@@ -207,7 +208,7 @@ class Unit(ResidentUnit):
         self._mean_is_exact = size & (size - 1) == 0 or all(
             self.reduce_dtype(handle).itemsize >= torch.float32.itemsize for handle in self.handles
         )
-        leaves = [
+        leaves = self._trained = [
             leaf
             for handle in self.handles
             for leaf in handle.unsharded.leaves
@@ -439,9 +440,13 @@ class Unit(ResidentUnit):
         if not self.armed:
             self._unawaited()
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
-        # leaf; the unit is then finished at the end.
+        # leaf, each of which was counted; the unit may then be finished at the end.
         if not self._arrivals.missing and self._backward_task in (None, _torch.backward_task()):
-            self.finish_backward()
+            missing = sum([leaf.grad is None for leaf in self._trained])
+            if missing:
+                self._arrivals.missing = missing
+            else:
+                self.finish_backward()
 
     def _unawaited(self) -> None:
         """A gradient has arrived past everything that would have announced it.

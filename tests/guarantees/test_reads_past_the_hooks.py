@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
@@ -222,3 +223,110 @@ def test_parameters_of_ordinary_layers_are_freed_before_their_gradients_are_redu
     for found in run_ranks(residencies_when_reduced, 2):
         assert len(found) == 8
         assert {residency for _, residency in found} == {"SHARDED"}
+
+
+class Partly(nn.Module):
+    """Reentrant checkpoints around a part of a unit, so a part of its gradients come in backwards of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inside = nn.Sequential(
+            nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, WIDTH)
+        )
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.inp(x)))
+        return self.out(x + checkpoint(self.inside, x, use_reentrant=True))
+
+
+def partly_checkpointed():
+    torch.manual_seed(0)
+    return Partly().double()
+
+
+def sum_of_forwards(model, rank):
+    sum(model(rows(rank, step)).square().sum() * (step + 1) for step in range(3)).backward()
+
+
+def train_partly(orig):
+    model = FSDP(partly_checkpointed(), use_orig_params=orig)
+    sum_of_forwards(model, model.rank)
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_come_several_times_are_not_taken_for_all_of_them(world_size, orig):
+    model = partly_checkpointed()
+    for rank in range(world_size):
+        sum_of_forwards(model, rank)
+    wanted = [param.grad / world_size for param in model.parameters()]
+
+    for got in run_ranks(train_partly, world_size, orig):
+        torch.testing.assert_close(got, wanted)
+
+
+class Equilibrium(nn.Module):
+    """A deep equilibrium layer: a hook on its output runs backwards through a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.map = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.inp(x)
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                z = torch.tanh(0.3 * self.map(z) + x)
+        at = z.requires_grad_()
+        again = torch.tanh(0.3 * self.map(at) + x.detach())
+        z = torch.tanh(0.3 * self.map(z.detach()) + x)
+
+        def solve(grad):
+            y = grad
+            for _ in range(5):
+                y = torch.autograd.grad(again, at, y, retain_graph=True)[0] + grad
+            return y
+
+        z.register_hook(solve)
+        return z
+
+
+def equilibria():
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDTH, WIDTH), Equilibrium(), Equilibrium(), nn.Linear(WIDTH, 3))
+    return nn.Sequential(*layers).double()
+
+
+def train_equilibria(orig, prefetch):
+    model = FSDP(
+        equilibria(),
+        auto_wrap_policy=ModuleWrapPolicy({Equilibrium}),
+        use_orig_params=orig,
+        backward_prefetch=prefetch,
+    )
+    model(rows(model.rank)).square().sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "prefetch"),
+    [(1, None), (2, BackwardPrefetch.BACKWARD_PRE), (3, BackwardPrefetch.BACKWARD_POST), (2, None)],
+)
+def test_hooks_that_module_code_puts_on_its_output_find_whole_parameters(
+    world_size, prefetch, orig
+):
+    model = equilibria()
+    for rank in range(world_size):
+        model(rows(rank)).square().sum().backward()
+    wanted = [param.grad / world_size for param in model.parameters()]
+
+    for got in run_ranks(train_equilibria, world_size, orig, prefetch):
+        torch.testing.assert_close(got, wanted)
