@@ -49,6 +49,7 @@ from .names import (
     clean_tensor_name,
     join_names,
 )
+from .optim.clip import clip_pieces
 from .plan.auto import AutoWrapPolicy, reads_nothing_in_backward
 from .properties import own_unit, units_in, wrappers_in
 from .report import Explanation, PrecisionReport, explain, precision_report, warn_of_wrapping
@@ -145,7 +146,7 @@ class FullyShardedDataParallel(
         gradient_divisor: float | None = None,
     ) -> None:
         super().__init__()
-        teach(FullyShardedDataParallel)
+        teach(FullyShardedDataParallel, clip_pieces)
         check_not_wrapped(module, _is_wrapped)
         for unit in _outermost_units(module).values():
             unit.root.tree.follow()

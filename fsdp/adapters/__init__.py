@@ -11,6 +11,7 @@ from typing import Any
 
 from .accelerate import teach_accelerate
 from .checkpoint import teach_checkpoint
+from .clipping import Clip, teach_clipping
 from .imports import when_imported
 from .peft import teach_peft, teach_peft_loading
 from .transformers import teach_transformers
@@ -19,8 +20,8 @@ __all__ = ["teach"]
 
 
 @functools.cache
-def teach(wrapper: Any) -> None:
-    """Let them treat modules of class ``wrapper`` as they treat those of torch's.
+def teach(wrapper: Any, clip: Clip) -> None:
+    """Let them treat modules of class ``wrapper`` as they treat those of torch's, and clip their gradients by ``clip``.
 
     At once where they are imported, else when they are.  Calling it again changes nothing.  Collective: none.
     """
@@ -32,3 +33,4 @@ def teach(wrapper: Any) -> None:
         ("peft.utils.save_and_load", teach_peft_loading),
     ):
         when_imported(path, functools.partial(change, wrapper=wrapper))
+    when_imported("torch.nn.utils.clip_grad", functools.partial(teach_clipping, clip=clip))

@@ -21,7 +21,7 @@ from ..runtime.root import Root
 from ..runtime.spread import tell_tree, widest
 from ..runtime.unit import Unit, living_units
 
-__all__ = ["clip_grad_norm_", "clip_units"]
+__all__ = ["clip_grad_norm_", "clip_pieces", "clip_units"]
 
 
 @dataclass(slots=True)
@@ -126,6 +126,28 @@ def clip_grad_norm_(
     device = devices[0] if devices else torch.device("cpu")
     groups = grouping.groups
     return _clip(groups, others, float(max_norm), float(norm_type), device, error_if_nonfinite)
+
+
+def clip_pieces(
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> torch.Tensor | None:
+    """The same for what was given to torch's function, if any of it is sharded; else None, and nothing is done.
+
+    Collective: as :func:`clip_grad_norm_`, which says what the rest means.
+    """
+    given = set(parameters)
+    for unit in living_units():
+        if unit.shard.size > 1 and not unit.summoned:
+            for handle in unit.handles:
+                if not given.isdisjoint(handle.exposed):
+                    return clip_grad_norm_(
+                        parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+                    )
+    return None
 
 
 def _flatten(parameters: Any) -> Iterable[nn.Parameter]:
