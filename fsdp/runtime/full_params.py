@@ -15,6 +15,7 @@ from ..comm.collectives import Gather
 from ..errors import UnsupportedError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.views import slot_view
+from .guard import remember_hidden
 from .unit import Unit
 
 __all__ = ["gather_flat", "summon_unit", "summon_units"]
@@ -75,6 +76,8 @@ class _Summoned:
         unit.summoned = True
         if not show:
             return
+        has_grads = any(grad is not None for held in self._stashed for grad in held)
+        remember_hidden(unit, hidden=has_grads and not with_grads)
         if offload_to_cpu:
             self._shown = [full.to("cpu", copy=True) for full in self._fulls]
         for handle, shown in zip(unit.handles, self._shown, strict=True):
@@ -92,6 +95,7 @@ class _Summoned:
     def leave(self, *, writeback: bool) -> None:
         """Register the sharded parameters again, after writing this rank's part back if asked to."""
         self._unit.summoned = False
+        remember_hidden(self._unit, hidden=False)
         if not self._show:
             return
         has_new_leaves = False

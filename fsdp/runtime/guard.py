@@ -37,6 +37,7 @@ __all__ = [
     "check_not_overlapped",
     "forget_left_behind",
     "remember_accumulating",
+    "remember_hidden",
     "remember_left_behind",
 ]
 
@@ -79,6 +80,8 @@ class _LeftBehind:
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _accumulating:
             _check_reduced(optimizer)
+        if _hidden:
+            _check_shown(optimizer)
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)
@@ -105,6 +108,7 @@ class _LeftBehind:
 
 _left_behind = _LeftBehind()
 _accumulating: weakref.WeakSet[Unit] = weakref.WeakSet()
+_hidden: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -112,8 +116,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
         if not unit.accumulating:
             _accumulating.discard(unit)
             continue
-        ours = {id(param) for handle in unit.handles for param in handle.exposed}
-        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+        if _steps(optimizer, unit):
             raise UsageError(
                 describe(
                     "the optimizer steps while gradients of no_sync backwards are still unreduced",
@@ -122,6 +125,24 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
                 ),
                 unit=unit.name,
             )
+
+
+def _check_shown(optimizer: torch.optim.Optimizer) -> None:
+    for unit in list(_hidden):
+        if _steps(optimizer, unit):
+            raise UsageError(
+                describe(
+                    "the optimizer steps inside summon_full_params, where gradients are not shown: it would do nothing",
+                    unit=unit.name,
+                    remedy="Step outside the context.",
+                ),
+                unit=unit.name,
+            )
+
+
+def _steps(optimizer: torch.optim.Optimizer, unit: Unit) -> bool:
+    ours = {id(param) for handle in unit.handles for param in handle.exposed}
+    return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -154,6 +175,15 @@ def _is_part(param: torch.Tensor) -> bool:
     if isinstance(param, FlatParameter):
         return param.numel() != param._padded_unsharded_size.numel()  # noqa: SLF001 the reference's name
     return getattr(param, "fsdp_shape", param.shape) != param.shape
+
+
+def remember_hidden(unit: Unit, *, hidden: bool) -> None:
+    """Have optimizers refuse to step, or not any more, while ``unit`` does not show the gradients that it has."""
+    if hidden:
+        _hidden.add(unit)
+        _left_behind.install()
+    else:
+        _hidden.discard(unit)
 
 
 def remember_accumulating(unit: Unit) -> None:

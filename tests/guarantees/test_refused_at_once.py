@@ -46,7 +46,18 @@ def another_head_on_the_wrapper(model, rank):
         model.out = nn.Linear(7, 4)
 
 
+def step_in_summon(model, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(rank)).sum().backward()
+    with FSDP.summon_full_params(model), pytest.raises(UsageError, match="gradients are not shown"):
+        optimizer.step()
+    model.zero_grad()
+    with FSDP.summon_full_params(model):
+        optimizer.step()  # nothing to do, here and outside
+
+
 MISUSES = (
+    step_in_summon,
     backward_in_summon,
     backward_in_summon_of_an_inner_unit,
     load_in_a_forward,
