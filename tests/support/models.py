@@ -44,7 +44,7 @@ class Entry:
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model, a pure function of the seed."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return self.model()
 
 
@@ -454,7 +454,7 @@ class Gan(nn.Module):
 
 def build_gan_pair(seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """Generator and discriminator, to be wrapped one by one."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return Generator(), Discriminator()
 
 

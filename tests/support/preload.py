@@ -7,6 +7,8 @@ traceback then reaches the test; a server that died of it would only show a clos
 import contextlib
 import gc
 import importlib
+import sys
+from pathlib import Path
 
 MODULES = (
     "torch",
@@ -21,13 +23,23 @@ MODULES = (
     "torch._dynamo",
     "hypothesis",
     "pytest",
-    "tests.support.ranks",
     "fsdp",
+    "tests.support.compare",
+    "tests.support.models",
+    "tests.support.oracles",
+    "tests.support.ranks",
+    "tests.support.scripts",
 )
 
 for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+# What a rank still imports is its test's own module.  Where Python may write no bytecode beside it (containers set
+# PYTHONDONTWRITEBYTECODE), every rank would compile it again: pytest's folder keeps it instead.
+if sys.dont_write_bytecode:
+    sys.pycache_prefix = str(Path(__file__).resolve().parents[2] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
 
 # Frozen objects are skipped by the collector, so that its passes in the ranks do not touch (and copy) every page.
 gc.collect()
