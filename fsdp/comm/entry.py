@@ -66,7 +66,7 @@ class EntryGate:
         self._store: Store | None = _torch.store_of(group, "fsdp-entry")
         self._rank = group.rank()
         self._size = group.size()
-        self._name = group.group_name
+        self._name = group.group_name if self._store else ""
         self._ranks = tuple(dist.get_process_group_ranks(group)) if self._store else ()
         self._channels: dict[str, Channel] = {}
         self._sequences = itertools.count()
