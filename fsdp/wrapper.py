@@ -297,7 +297,7 @@ class FullyShardedDataParallel(
         """
         # The attribute would be found by __getattr__ alone, after two misses.
         wrapped: Any = _torch.child_table(self)[FSDP_WRAPPED_MODULE]
-        return wrapped(*args, **kwargs)
+        return self._unit.call(wrapped, args, kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every submodule while its unit's whole parameters are registered; changes are kept.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,8 +14,8 @@ from .layout import FlatLayout, Piece, Slot
 from .lent import inside_functional_call
 from .parameter import FlatParameter, UnshardedStorage, set_grad
 from .sharing import ManagedParam
-from .tables import ALWAYS, Guard, ShardedTable
-from .views import Exposure, Sharded, ShardedStandIn, Writes, slot_view
+from .tables import ALWAYS, NOTHING, Guard, Pending, ShardedTable
+from .views import Exposure, Leaves, Sharded, ShardedStandIn, Writes, slot_view
 
 __all__ = ["ExposedParams"]
 
@@ -43,6 +42,7 @@ class ExposedParams(ABC):
         "_leaf_writes",
         "_name_of",
         "_param_of_site",
+        "_pending",
         "_pointers",
         "_registered_in",
         "_shard_aside",
@@ -69,7 +69,7 @@ class ExposedParams(ABC):
     unsharded: UnshardedStorage
     _stand_ins: list[ShardedStandIn]
     _exposure: Exposure
-    _leaf_writes: Writes
+    _leaf_writes: Leaves
     _sharded: Sharded
     _split_sizes: list[int]
     _split_picks: list[int]
@@ -83,6 +83,7 @@ class ExposedParams(ABC):
         self._shard_aside: torch.Tensor | None = None
         self._param_of_site: list[int] = []
         self._guard = Guard()
+        self._pending = NOTHING
         self._exchanged: frozenset[nn.Module] = frozenset()
 
     @abstractmethod
@@ -145,9 +146,13 @@ class ExposedParams(ABC):
         self._leaf_writes = self._writes_of_leaves()
         self._sharded = self._writes_while_sharded()
 
-    def exchange_tables(self, modules: Collection[nn.Module]) -> None:
-        """Exchange the whole parameter tables of ``modules`` if all they hold is managed here; only while sharded."""
+    def exchange_tables(self, modules: Collection[nn.Module], pending: Pending) -> None:
+        """Exchange the whole parameter tables of ``modules`` if all they hold is managed here; only while sharded.
+
+        Where leaves are ``pending``, whoever reads a table finds them.
+        """
         self._exchanged = frozenset(modules)
+        self._pending = pending
         self._prepare_exposure()
         self._leaf_writes = self._writes_of_leaves()
         self._sharded = self._writes_while_sharded()
@@ -168,13 +173,20 @@ class ExposedParams(ABC):
         """What flat mode shows of each parameter while sharded."""
         return self._stand_ins
 
-    def expose_leaves(self) -> None:
-        """Show module code the leaves."""
-        self._exposure.show(self._leaf_writes)
+    def expose_leaves(self, *, tables: bool = True) -> None:
+        """Show module code the leaves; without the ``tables`` only where none is exchanged."""
+        leaves = self._leaf_writes
+        (leaves.writes if tables else leaves.entries).make()
+        self._exposure.follow_writes()
 
-    def expose_sharded(self) -> None:
-        """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used."""
-        self._exposure.show(self._sharded.writes)
+    def expose_sharded(self, *, tables: bool = True) -> None:
+        """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used.
+
+        Without the ``tables`` only where none is exchanged.
+        """
+        sharded = self._sharded
+        (sharded.writes if tables else sharded.entries).make()
+        self._exposure.follow_writes()
 
     @property
     def shows_full(self) -> bool:
@@ -212,7 +224,7 @@ class ExposedParams(ABC):
             for name in siblings:
                 if name in table:
                     table[name] = table.pop(name)
-        self._exposure.show(Writes())
+        self._exposure.follow_writes()
 
     def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
@@ -293,12 +305,11 @@ class ExposedParams(ABC):
             exchanged=self._exchanged,
         )
 
-    def _writes_of_leaves(self) -> Writes:
-        leaves = [self.unsharded.leaves[i] for i in self._param_of_site]
-        writes = self._exposure.of_leaves(leaves)
-        return (
-            writes if self._registered_in is None else writes.and_also((*self._registered_in, None))
-        )
+    def _writes_of_leaves(self) -> Leaves:
+        leaves = self._exposure.of_leaves([self.unsharded.leaves[i] for i in self._param_of_site])
+        if self._registered_in is None:
+            return leaves
+        return leaves.and_also((*self._registered_in, None))
 
     def _writes_while_sharded(self) -> Sharded:
         users = [managed.param if self.orig_mode else None for managed in self.params]
@@ -308,16 +319,11 @@ class ExposedParams(ABC):
             [users[i] for i in self._param_of_site],
             [self._stand_ins[i] for i in self._param_of_site] if hidden else None,
             self._guard if self.orig_mode else ALWAYS,
+            self._pending,
         )
         if self._registered_in is None:
             return sharded
-        flat = (*self._registered_in, self.flat_param)
-        return replace(
-            sharded,
-            writes=sharded.writes.and_also(flat),
-            registered=sharded.registered.and_also(flat),
-            untold=sharded.untold.and_also(flat),
-        )
+        return sharded.and_also((*self._registered_in, self.flat_param))
 
     def _find_exposed(self) -> None:
         originals = [managed.param for managed in self.params]

@@ -23,7 +23,7 @@ from .parameter import (
     make_flat_parameter,
 )
 from .sharing import ManagedParam
-from .views import ShardedStandIn, Writes, slot_view
+from .views import Leaves, ShardedStandIn, slot_view
 
 __all__ = ["FlatParamHandle"]
 
@@ -93,7 +93,7 @@ class FlatParamHandle(ExposedParams):
         self._version: int | None = None
         self.has_tensor_shards = any(managed.tensor_shard is not None for managed in params)
         self._leaf_versions = 0
-        self._other_leaves: tuple[UnshardedStorage, Writes, int] | None
+        self._other_leaves: tuple[UnshardedStorage, Leaves, int] | None
         if copied_from is None:
             sources = [_dense(param.param.detach()) for param in params]
             # Flat mode has the reference's sizes, which tools count on; orig mode is free to align for the kernels.

@@ -7,6 +7,9 @@ Note [Tables]
     What a table holds that the handle does not manage (``bias=None``, mostly) is the same in all of them; where users
     change it, :meth:`ModuleTables.follow` carries it from the table they found to the others.
     Where they write over what is managed, the table notes it, so that nobody has to look in every forward.
+    A backward needs leaves in the tables only where module code runs in it (checkpoints recompute), so there they are
+    only pending: the first that asks a :class:`ShardedTable` for one has them exposed.  Compiled code reads tables past
+    anything that could notice, so once there is any, they are exposed in every backward.
     Where a module's parameters belong to several handles, or some to none, each entry is written by itself; so it is
     on the wrapped module, which may have flat parameters of several handles registered, and in modules of other units,
     with which parameters are tied.
@@ -15,14 +18,14 @@ Note [Tables]
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, ItemsView, Mapping, ValuesView
 from typing import Any, Self
 
 from torch import nn
 
 from .. import _torch
 
-__all__ = ["ALWAYS", "Guard", "ModuleTables", "Notice", "ShardedTable"]
+__all__ = ["ALWAYS", "NOTHING", "Guard", "ModuleTables", "Notice", "Pending", "ShardedTable"]
 
 
 class Guard:
@@ -54,6 +57,31 @@ class Notice:
         self.given = True
 
 
+class Pending:
+    """Leaves that are filled, and shown to whoever asks for one.
+
+    Args:
+        expose: Exposes them.
+
+    Attributes:
+        on: Whether there are any.
+    """
+
+    __slots__ = ("_expose", "on")
+
+    def __init__(self, expose: Callable[[], None]) -> None:
+        self.on = False
+        self._expose = expose
+
+    def expose(self) -> None:
+        """Exchange the tables for those that show the leaves."""
+        self.on = False
+        self._expose()
+
+
+NOTHING = Pending(lambda: None)
+
+
 class ShardedTable(dict[str, Any]):
     """Registered parameters, which ``parameters()`` yields, with stand-ins for who looks one up by its name.
 
@@ -62,9 +90,11 @@ class ShardedTable(dict[str, Any]):
         stand_ins: Of the managed parameters.
         guard: While it is on, they are found.
         notice: Given when something is written or deleted in the table.
+        place: Where the table in force is.
+        pending: The leaves that take its place when somebody reads a parameter.
     """
 
-    __slots__ = ("_guard", "_hidden", "_notice", "_stand_ins")
+    __slots__ = ("_guard", "_hidden", "_notice", "_pending", "_place", "_stand_ins")
 
     def __init__(
         self,
@@ -72,15 +102,29 @@ class ShardedTable(dict[str, Any]):
         stand_ins: Mapping[str, Any],
         guard: Guard,
         notice: Notice,
+        place: Mapping[str, Any],
+        pending: Pending,
     ) -> None:
         super().__init__(registered)
         self._stand_ins = dict(stand_ins)
         self._hidden = {name: registered[name] for name in stand_ins}
         self._guard = guard
         self._notice = notice
+        self._place = place
+        self._pending = pending
+
+    def _other_in_force(self) -> dict[str, Any] | None:
+        """The table to be read instead, as it is once leaves that were pending are exposed."""
+        if self._pending.on:
+            self._pending.expose()
+        in_force: dict[str, Any] = self._place.get(ModuleTables.KEY, self)
+        return None if in_force is self else in_force
 
     def __getitem__(self, name: str) -> Any:
-        """The stand-in, or what is registered."""
+        """The stand-in, or what is registered; what the table in force has, if this is not the one."""
+        other = self._other_in_force()
+        if other is not None:
+            return other[name]
         if self._guard.on and name in self._stand_ins:
             return self._stand_ins[name]
         return super().__getitem__(name)
@@ -96,6 +140,21 @@ class ShardedTable(dict[str, Any]):
         """Take it out."""
         self._notice.given = True
         super().__delitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is registered, here or in the table in force."""
+        other = self._other_in_force()
+        return super().get(name, default) if other is None else other.get(name, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """What is registered, here or in the table in force."""
+        other = self._other_in_force()
+        return super().items() if other is None else other.items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """What is registered, here or in the table in force."""
+        other = self._other_in_force()
+        return super().values() if other is None else other.values()
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         """As :meth:`update`."""
@@ -181,11 +240,12 @@ class ModuleTables:
         stand_ins: Mapping[str, Any],
         guard: Guard,
         notice: Notice,
+        pending: Pending,
     ) -> dict[str, Any]:
         """A table that shows ``registered``, and hides it behind ``stand_ins``; may be empty."""
         self.follow()
         shown = {name: registered.get(name, other) for name, other in self.own.items()}
-        self.sharded = ShardedTable(shown, stand_ins, guard, notice)
+        self.sharded = ShardedTable(shown, stand_ins, guard, notice, self.place, pending)
         return self.sharded
 
     def follow(self) -> None:
@@ -199,7 +259,7 @@ class ModuleTables:
                 table.pop(name, None)
         self._others = self.sharded.keys() - self._names
         for table in tables:
-            table.update({name: self.sharded.get(name) for name in self._others})
+            table.update({name: dict.get(self.sharded, name) for name in self._others})
 
     def dissolve(self) -> None:
         """Let the module have its own dictionary again, with what is registered while sharded."""

@@ -37,7 +37,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NoReturn
 
@@ -47,10 +47,11 @@ from torch import nn
 from .. import _torch
 from ..errors import ShardedParameterError, describe
 from .layout import FlatLayout, Slot
-from .tables import Guard, ModuleTables, Notice
+from .tables import Guard, ModuleTables, Notice, Pending
 
 __all__ = [
     "Exposure",
+    "Leaves",
     "Sharded",
     "ShardedStandIn",
     "Writes",
@@ -113,11 +114,29 @@ class Writes:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaves:
+    """How leaves are exposed.
+
+    Attributes:
+        writes: Expose them.
+        entries: Those of them that exchange no table.
+    """
+
+    writes: Writes
+    entries: Writes
+
+    def and_also(self, write: Write) -> Leaves:
+        """The same and one entry more."""
+        return Leaves(self.writes.and_also(write), self.entries.and_also(write))
+
+
+@dataclass(frozen=True, slots=True)
 class Sharded:
     """How parameters are exposed while they are sharded.
 
     Attributes:
         writes: Expose them so.
+        entries: Those of them that exchange no table.
         guards: Where stand-ins go while another unit's forward runs, if not in the table.
         registered: Never made: what is then to be found in the tables, unless users change it.
         notice: Given when they may have, in a table that tells.
@@ -125,10 +144,21 @@ class Sharded:
     """
 
     writes: Writes
+    entries: Writes
     guards: Writes
     registered: Writes
     notice: Notice
     untold: Writes
+
+    def and_also(self, write: Write) -> Sharded:
+        """The same and one entry more, which is registered in a table that does not tell."""
+        return replace(
+            self,
+            writes=self.writes.and_also(write),
+            entries=self.entries.and_also(write),
+            registered=self.registered.and_also(write),
+            untold=self.untold.and_also(write),
+        )
 
     def changed(self) -> bool:
         """Whether users have changed what is registered."""
@@ -310,7 +340,7 @@ class Exposure:
         # They keep a list of their weights that must follow each write.
         self._recurrent = tuple(m for m in self._names if isinstance(m, nn.RNNBase))
 
-    def of_leaves(self, leaves: Sequence[Any]) -> Writes:
+    def of_leaves(self, leaves: Sequence[Any]) -> Leaves:
         """Show ``leaves``, one a site."""
         tables = [
             (tables.place, tables.KEY, tables.of_leaves(self._at(module, leaves)))
@@ -318,12 +348,17 @@ class Exposure:
         ]
         entries = [(table, name, leaves[index]) for _, table, name, index in self._entries]
         shadows = [(attributes, name) for attributes, _, name, _ in self._entries]
-        return Writes((*tables, *entries), shadows if self._hides else ())
+        removals = shadows if self._hides else ()
+        return Leaves(Writes((*tables, *entries), removals), Writes(entries, removals))
 
     def while_sharded(
-        self, registered: Sequence[Any], stand_ins: Sequence[Any] | None, guard: Guard
+        self,
+        registered: Sequence[Any],
+        stand_ins: Sequence[Any] | None,
+        guard: Guard,
+        pending: Pending,
     ) -> Sharded:
-        """Show ``registered``, one a site, behind ``stand_ins`` while ``guard`` is on."""
+        """Show ``registered``, one a site, behind ``stand_ins`` while ``guard`` is on; the leaves if ``pending``."""
         notice = Notice()
         tables = [
             (
@@ -334,6 +369,7 @@ class Exposure:
                     {} if stand_ins is None else self._at(module, stand_ins),
                     guard,
                     notice,
+                    pending,
                 ),
             )
             for module, tables in self._tables.items()
@@ -342,13 +378,15 @@ class Exposure:
         hiding: list[Write] = []
         if stand_ins is not None:
             hiding = [(where, name, stand_ins[index]) for where, _, name, index in self._entries]
+        hidden = hiding if self._hides else ()
         expected = [
             (tables.sharded, name, registered[index])
             for module, tables in self._tables.items()
             for name, index in self._names[module].items()
         ]
         return Sharded(
-            writes=Writes((*tables, *entries, *(hiding if self._hides else ()))),
+            writes=Writes((*tables, *entries, *hidden)),
+            entries=Writes((*entries, *hidden)),
             guards=Writes(() if self._hides else hiding),
             registered=Writes((*expected, *entries)),
             notice=notice,
@@ -373,9 +411,8 @@ class Exposure:
             if isinstance(attributes.get(name), ShardedStandIn):
                 del attributes[name]
 
-    def show(self, writes: Writes) -> None:
-        """Make the writes."""
-        writes.make()
+    def follow_writes(self) -> None:
+        """Writes have been made: let modules that keep lists of their parameters have them right."""
         for module in self._recurrent:
             weights = [
                 getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]

@@ -23,6 +23,7 @@ from ..errors import UnsupportedError, UsageError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.offloaded import OffloadedHandle
 from ..flat.silent import keep_silent_writes
+from ..flat.tables import Pending
 from ..flat.views import Writes
 from ..names import join_names
 from .gradients import Gradients
@@ -104,6 +105,7 @@ class ResidentUnit(ABC):
         "_launch",
         "_left",
         "_param_hooks",
+        "_pending",
         "_reads_frozen",
         "_shows_leaves",
         "_work",
@@ -158,6 +160,7 @@ class ResidentUnit(ABC):
         self._compressed: Collectives | None = None
         self._active = 0
         self._shows_leaves = False
+        self._pending = Pending(self._show_leaves)
         self._work: Work | None = None
         self.guarded = False
         self._guards: tuple[Writes, ...] = ()
@@ -197,7 +200,8 @@ class ResidentUnit(ABC):
 
     def _exchange_tables(self) -> None:
         for handle in self.handles:
-            handle.exchange_tables([module for module in self.modules if module is not self.module])
+            inside = [module for module in self.modules if module is not self.module]
+            handle.exchange_tables(inside, self._pending)
 
     def compress(self, compression: Compression, nodes: NodeGroups | None) -> None:
         """Compress what a step sends over the shard axis.  Collective: none; every rank calls it."""
@@ -254,7 +258,7 @@ class ResidentUnit(ABC):
         """Free the gathered parameters.  Collective: none."""
         if self.residency is SHARDED:
             return
-        if self._shows_leaves and not self._active:
+        if not self._active and (self._shows_leaves or self._pending.on):
             # In a checkpointed layer's forward; but what is reduced may have been stepped by now.
             rewritten = self._writes_silently and _torch.in_backward()
             if rewritten and not self.root.is_done(self):
@@ -277,10 +281,22 @@ class ResidentUnit(ABC):
     def _show_leaves(self) -> None:
         if not self._shows_leaves:
             self._shows_leaves = True
+            self._pending.on = False
             if self.guarded:
                 self.unguard()
             for handle in self.handles:
                 handle.expose_leaves()
+
+    def _offer_leaves(self) -> None:
+        """Let module code that runs in a backward find the leaves; mostly none does (see Note [Tables])."""
+        if self.root.has_compiled:
+            self._show_leaves()
+        elif not self._shows_leaves and not self._pending.on:
+            self._pending.on = True
+            if self.guarded:
+                self.unguard()
+            for handle in self.handles:
+                handle.expose_leaves(tables=False)
 
     def _remember_values(self) -> None:
         """The module's own forward begins: copy what it is about to see, if this is one to look at."""
@@ -323,9 +339,10 @@ class ResidentUnit(ABC):
                 ):
                     raise self._edited_while_rounded(handle)
                 handle.keep_leaf_edits()
-        self._shows_leaves = False
+        exchanged = not self._pending.on
+        self._shows_leaves = self._pending.on = False
         for handle in self.handles:
-            handle.expose_sharded()
+            handle.expose_sharded(tables=exchanged)
         if self.root.guard.on:
             self.guard()
 

@@ -87,6 +87,7 @@ class Root:
         read_again: Units that such a backward has reached since the last forward with gradients began: the graph that
             it made comes to their parameters past every hook, so every backward gathers them first.
         guard: On while a forward runs, so that units refuse to be reached into from outside theirs.
+        has_compiled: Whether torch.compile had been used when the running backward began.
     """
 
     __slots__ = (
@@ -108,6 +109,7 @@ class Root:
         "differentiable",
         "entered_with_grad",
         "guard",
+        "has_compiled",
         "in_full_precision",
         "lockstep",
         "open_saves",
@@ -140,6 +142,7 @@ class Root:
         self.entered_with_grad = False
         self.in_full_precision = False
         self.guard = Guard()
+        self.has_compiled = False
         self.differentiable = False
         self.read_again: dict[Unit, None] = {}
         self._entry_frame: FrameType | None = None
@@ -404,6 +407,7 @@ class Root:
         self.differentiable = torch.is_grad_enabled()
         self._backward_done.clear()
         self._backward_frame = _engine_frame()
+        self.has_compiled = _torch.has_compiled()
         _torch.queue_end_of_backward(self.end_backward)
         if self.uneven is not None:
             self.uneven.backward()

@@ -74,6 +74,7 @@ class Unit(ResidentUnit):
         "_aliases",
         "_arrivals",
         "_backward_task",
+        "_call_tables",
         "_entrances",
         "_expected",
         "_leaf_hooks",
@@ -147,6 +148,7 @@ class Unit(ResidentUnit):
         self._post_hook = module.register_forward_hook(
             self._post_forward, with_kwargs=True, always_call=True
         )
+        self._call_tables = _torch.call_tables(module)
 
     def take_handles(self, handles: Sequence[FlatParamHandle]) -> None:
         """Own ``handles`` instead of the present ones; before any forward.  Collective: none."""
@@ -378,6 +380,22 @@ class Unit(ResidentUnit):
         """
         if self.summoned:  # whole as they are; forwards of units inside check by themselves
             return method(*args, **kwargs)
+        return self._run(method, args, kwargs)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the unit's module, or ``module``, which somebody has put in its place or around it.
+
+        Collective: every rank of the shard group.
+        """
+        tables = self._call_tables
+        has_others = module is not self.module or tables is None or sum(map(len, tables)) > 2
+        if has_others or _torch.is_traced_or_compiled(module):
+            return module(*args, **kwargs)
+        return self._run(module.forward, args, kwargs)  # the two hooks in the tables are ours
+
+    def _run(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         changed = self._pre_forward(self.module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         output = cast = None
@@ -423,7 +441,7 @@ class Unit(ResidentUnit):
         if self.residency is not SHARDED:
             self.wait_unshard()
             # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
-            self._show_leaves()
+            self._offer_leaves()
 
     def _arm(self) -> None:
         """Gradients are about to arrive, one on each leaf if all parameters were used."""

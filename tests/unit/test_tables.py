@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.flat.tables import ALWAYS, Guard, ModuleTables, Notice, ShardedTable
+from fsdp.flat.tables import (
+    ALWAYS,
+    NOTHING,
+    Guard,
+    ModuleTables,
+    Notice,
+    Pending,
+    ShardedTable,
+)
 
 
 class Scaled(nn.Module):
@@ -17,14 +25,14 @@ class Scaled(nn.Module):
         self.register_parameter("bias", None)
 
 
-def made(guard=ALWAYS):
+def made(guard=ALWAYS, pending=NOTHING):
     """A module, its tables, a leaf and a stand-in; the parameter is registered while sharded unless ``guard`` is on."""
     module = Scaled()
     tables = ModuleTables(module, ["weight"])
     leaf, stand_in = torch.zeros(3), torch.full((3,), 7.0)
     leaves = tables.of_leaves({"weight": leaf})
     registered = {"weight": None if guard is ALWAYS else module.weight}
-    sharded = tables.while_sharded(registered, {"weight": stand_in}, guard, Notice())
+    sharded = tables.while_sharded(registered, {"weight": stand_in}, guard, Notice(), pending)
     return module, tables, leaves, sharded
 
 
@@ -41,8 +49,34 @@ def test_a_sharded_table_yields_what_is_registered_and_finds_the_stand_in_while_
     assert module.bias is None
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module.weight,
+        lambda module: module._parameters["weight"],
+        lambda module: module._parameters.get("weight"),
+        lambda module: next(iter(module._parameters.values())),
+        lambda module: next(iter(module._parameters.items()))[1],
+        lambda module: module.get_parameter("weight"),
+        lambda module: next(module.parameters()),
+        lambda module: dict(module.named_parameters())["weight"],
+    ],
+)
+@pytest.mark.parametrize("guard", [ALWAYS, Guard()])
+def test_whoever_reads_a_table_while_leaves_are_pending_finds_them_exposed(read, guard):
+    pending = Pending(lambda: tables.place.update({ModuleTables.KEY: leaves}))
+    module, tables, leaves, sharded = made(guard, pending)
+    leaves["weight"] = nn.Parameter(leaves["weight"])
+    tables.place[ModuleTables.KEY] = sharded
+    pending.on = True
+    assert read(module) is leaves["weight"]
+    assert not pending.on
+    assert module._parameters is leaves
+
+
 def test_an_exchange_and_back_by_name_leaves_what_was_registered():
-    _, _, _, sharded = made()
+    _, tables, _, sharded = made()
+    tables.place[ModuleTables.KEY] = sharded
     found = sharded["weight"]
     sharded["weight"] = torch.ones(1)
     assert dict(sharded)["weight"] is not None
@@ -100,7 +134,9 @@ def test_modules_with_parameters_of_others_or_hidden_ones_do_not_fit():
     vars(module)["bias"] = torch.ones(1)  # a stand-in of another handle's
     assert not ModuleTables.fit(module, ["weight"])
     module = Scaled()
-    vars(module)["_parameters"] = ShardedTable(module._parameters, {}, ALWAYS, Notice())
+    vars(module)["_parameters"] = ShardedTable(
+        module._parameters, {}, ALWAYS, Notice(), vars(module), NOTHING
+    )
     assert not ModuleTables.fit(module, ["weight"])
 
 
@@ -121,7 +157,7 @@ def test_modules_with_parameters_of_others_or_hidden_ones_do_not_fit():
 )
 def test_every_way_to_write_into_a_sharded_table_gives_notice(write):
     notice = Notice()
-    table = ShardedTable({"weight": torch.ones(1)}, {}, ALWAYS, notice)
+    table = ShardedTable({"weight": torch.ones(1)}, {}, ALWAYS, notice, {}, NOTHING)
     notice.given = False
     assert "weight" in table
     assert len(list(table.values())) == 1
