@@ -129,15 +129,15 @@ class WrapperProperties(nn.Module):
 
     @property
     def _comm_hook(self) -> Callable[..., None] | None:
-        return self._unit.comm_hook
+        return self._unit.averaging.hook
 
     @_comm_hook.setter
     def _comm_hook(self, hook: Callable[..., None] | None) -> None:
-        self._unit.comm_hook = hook
+        self._unit.averaging.hook = hook
 
     @property
     def _comm_hook_state(self) -> Any:
-        return self._unit.comm_hook_state
+        return self._unit.averaging.hook_state
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:

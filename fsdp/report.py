@@ -216,8 +216,8 @@ def _dtype_line(unit: Unit, handle: FlatParamHandle) -> DtypeLine:
         trainable=trainable,
         stored=handle.dtype,
         computed=handle.compute_dtype,
-        reduced=unit.reduce_dtype(handle) if trainable else None,
-        gradient=unit.grad_dtype(handle) if trainable else None,
+        reduced=unit.averaging.reduce_dtype(handle) if trainable else None,
+        gradient=unit.averaging.grad_dtype(handle) if trainable else None,
     )
 
 

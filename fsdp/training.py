@@ -151,7 +151,7 @@ class TrainingInterface(WrapperProperties):
         """
         checked = divisor_of(divisor)
         for unit in units_in(self):
-            unit.gradient_divisor = checked
+            unit.averaging.divisor = checked
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backwards gather this unit's own parameters; units inside it are not changed.
@@ -194,7 +194,7 @@ class TrainingInterface(WrapperProperties):
                 model(batch).loss.backward()
         """
         units = units_in(self) if recurse else [self._unit]
-        if any(unit.comm_hook is not None for unit in units):
+        if any(unit.averaging.hook is not None for unit in units):
             raise UnsupportedError(
                 "set_requires_all_reduce does not know communication hooks, which average by themselves: accumulate in "
                 "no_sync."

@@ -173,10 +173,19 @@ class ExposedParams(ABC):
         """What flat mode shows of each parameter while sharded."""
         return self._stand_ins
 
-    def expose_leaves(self, *, tables: bool = True) -> None:
-        """Show module code the leaves; without the ``tables`` only where none is exchanged."""
-        leaves = self._leaf_writes
-        (leaves.writes if tables else leaves.entries).make()
+    def expose_leaves(self) -> None:
+        """Show module code the leaves."""
+        self._leaf_writes.writes.make()
+        self._exposure.follow_writes()
+
+    def expose_leaf_entries(self) -> None:
+        """Show module code the leaves where no table is exchanged."""
+        self._leaf_writes.entries.make()
+        self._exposure.follow_writes()
+
+    def expose_leaf_tables(self) -> None:
+        """Show module code the leaves where tables are exchanged."""
+        self._leaf_writes.tables.make()
         self._exposure.follow_writes()
 
     def expose_sharded(self, *, tables: bool = True) -> None:

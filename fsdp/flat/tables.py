@@ -18,7 +18,7 @@ Note [Tables]
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, ItemsView, Mapping, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, Self
 
 from torch import nn
@@ -113,48 +113,86 @@ class ShardedTable(dict[str, Any]):
         self._place = place
         self._pending = pending
 
-    def _other_in_force(self) -> dict[str, Any] | None:
-        """The table to be read instead, as it is once leaves that were pending are exposed."""
+    def _other(self) -> dict[str, Any] | None:
+        """The table in force, if this is not the one, as it is not once leaves that were pending are exposed.
+
+        Who has kept this one means what the module has.
+        """
         if self._pending.on:
             self._pending.expose()
         in_force: dict[str, Any] = self._place.get(ModuleTables.KEY, self)
         return None if in_force is self else in_force
 
+    def _written(self) -> dict[str, Any] | None:
+        """The table in force, if this is not the one; else notice is given."""
+        other = self._other()
+        if other is None:
+            self._notice.given = True
+        return other
+
+    def register(self, name: str, value: Any) -> None:
+        """Write into this table, whether or not it is in force."""
+        self._notice.given = True
+        super().__setitem__(name, value)
+
+    # Reading: where no stand-in is said to be found, what is registered is.
+
     def __getitem__(self, name: str) -> Any:
-        """The stand-in, or what is registered; what the table in force has, if this is not the one."""
-        other = self._other_in_force()
+        """The stand-in, or what is registered."""
+        other = self._other()
         if other is not None:
             return other[name]
         if self._guard.on and name in self._stand_ins:
             return self._stand_ins[name]
         return super().__getitem__(name)
 
+    def __iter__(self) -> Iterator[str]:
+        """Names.  Without this, ``dict(table)`` and ``**table`` would read past every other method."""
+        other = self._other()
+        return super().__iter__() if other is None else iter(other)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a plain dictionary, which knows nothing of stand-ins."""
+        other = self._other()
+        return super().get(name, default) if other is None else other.get(name, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """As :meth:`get`."""
+        other = self._other()
+        return super().items() if other is None else other.items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """As :meth:`get`."""
+        other = self._other()
+        return super().values() if other is None else other.values()
+
+    def copy(self) -> dict[str, Any]:
+        """As :meth:`get`."""
+        return dict(self.items())
+
+    def __or__(self, others: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As :meth:`get`."""
+        return self.copy() | others
+
+    # Writing.
+
     def __setitem__(self, name: str, value: Any) -> None:
         """Register ``value``; for a stand-in, put back after an exchange (by ``functional_call``), what it hid."""
+        other = self._written()
+        if other is not None:
+            other[name] = value
+            return
         if value is not None and value is self._stand_ins.get(name):
             value = self._hidden[name]
-        self._notice.given = True
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
         """Take it out."""
-        self._notice.given = True
-        super().__delitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What is registered, here or in the table in force."""
-        other = self._other_in_force()
-        return super().get(name, default) if other is None else other.get(name, default)
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """What is registered, here or in the table in force."""
-        other = self._other_in_force()
-        return super().items() if other is None else other.items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """What is registered, here or in the table in force."""
-        other = self._other_in_force()
-        return super().values() if other is None else other.values()
+        other = self._written()
+        if other is None:
+            super().__delitem__(name)
+        else:
+            del other[name]
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         """As :meth:`update`."""
@@ -163,36 +201,42 @@ class ShardedTable(dict[str, Any]):
 
     def pop(self, *args: Any) -> Any:
         """As a plain dictionary."""
-        self._notice.given = True
-        return super().pop(*args)
+        other = self._written()
+        return super().pop(*args) if other is None else other.pop(*args)
 
     def popitem(self) -> tuple[str, Any]:
         """As a plain dictionary."""
-        self._notice.given = True
-        return super().popitem()
+        other = self._written()
+        return super().popitem() if other is None else other.popitem()
 
     def clear(self) -> None:
         """As a plain dictionary."""
-        self._notice.given = True
-        super().clear()
+        other = self._written()
+        if other is None:
+            super().clear()
+        else:
+            other.clear()
 
     def setdefault(self, name: str, value: Any = None) -> Any:
         """As a plain dictionary, which knows nothing of stand-ins."""
-        self._notice.given = True
-        return super().setdefault(name, value)
+        other = self._written()
+        return super().setdefault(name, value) if other is None else other.setdefault(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As a plain dictionary, which knows nothing of stand-ins."""
-        self._notice.given = True
-        super().update(*args, **kwargs)
+        other = self._written()
+        if other is None:
+            super().update(*args, **kwargs)
+        else:
+            other.update(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """A plain table: whoever copies the module gives it a handle of its own."""
-        return copy.deepcopy(dict(self), memo)
+        return copy.deepcopy(dict(dict.items(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As :meth:`__deepcopy__`."""
-        return dict, (dict(self),)
+        return dict, (dict(dict.items(self)),)
 
 
 class ModuleTables:
@@ -253,7 +297,7 @@ class ModuleTables:
         tables = [self.own, *self._leaves]
         for table in tables:
             for name in table.keys() - self._names - self._others - self.sharded.keys():
-                self.sharded[name] = table[name]
+                self.sharded.register(name, table[name])
         for name in self._others - self.sharded.keys():
             for table in tables:
                 table.pop(name, None)
@@ -265,7 +309,7 @@ class ModuleTables:
         """Let the module have its own dictionary again, with what is registered while sharded."""
         self.follow()
         if self.place[self.KEY] is not self.own:
-            self.own.update(self.sharded)
+            self.own.update(dict.items(self.sharded))
             for name in self._names - self.sharded.keys():  # deleted by the user
                 self.own.pop(name, None)
             self.place[self.KEY] = self.own

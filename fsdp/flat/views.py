@@ -119,15 +119,17 @@ class Leaves:
 
     Attributes:
         writes: Expose them.
-        entries: Those of them that exchange no table.
+        tables: Those of them that exchange a table.
+        entries: The others.
     """
 
     writes: Writes
+    tables: Writes
     entries: Writes
 
     def and_also(self, write: Write) -> Leaves:
         """The same and one entry more."""
-        return Leaves(self.writes.and_also(write), self.entries.and_also(write))
+        return Leaves(self.writes.and_also(write), self.tables, self.entries.and_also(write))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +351,9 @@ class Exposure:
         entries = [(table, name, leaves[index]) for _, table, name, index in self._entries]
         shadows = [(attributes, name) for attributes, _, name, _ in self._entries]
         removals = shadows if self._hides else ()
-        return Leaves(Writes((*tables, *entries), removals), Writes(entries, removals))
+        return Leaves(
+            Writes((*tables, *entries), removals), Writes(tables), Writes(entries, removals)
+        )
 
     def while_sharded(
         self,

@@ -39,8 +39,8 @@ def register_hook(units: Sequence[Unit], state: object, hook: Callable[..., None
     for unit in units:
         _check_arguments(hook, unit)
     for unit in units:
-        unit.comm_hook = hook
-        unit.comm_hook_state = state
+        unit.averaging.hook = hook
+        unit.averaging.hook_state = state
 
 
 def compress_units(axes: Mapping[Unit, Axes], compression: Compression) -> None:
@@ -74,7 +74,7 @@ def _check_open(call: str, units: Sequence[Unit]) -> None:
     first = units[0]
     if first.index != 0:
         raise TrainingStateError(f"{call} can only be called on a root instance.")
-    if any(unit.comm_hook is not None for unit in units):
+    if any(unit.averaging.hook is not None for unit in units):
         raise TrainingStateError("A communication hook is already registered")
     if first.compression is not None:
         raise TrainingStateError(f"{call}: the communication of this model is compressed already.")

@@ -391,7 +391,7 @@ def check_joinable(root: Root, *, by_all: bool) -> None:
             "Compression(secondary_shard=True) gathers in another way in backward, and ranks without data have none: "
             "leave secondary_shard out to use Join."
         )
-    if root.units[0].comm_hook is not None and not by_all:
+    if root.units[0].averaging.hook is not None and not by_all:
         raise UnsupportedError(
             "a communication hook divides gradients by all ranks, so Join can not divide by those that have data: "
             "pass divide_by_initial_world_size=True to Join."

@@ -277,7 +277,7 @@ class Transfer:
 
     def _grad_dtype(self, matrix: Matrix) -> torch.dtype:
         assert matrix.item.unit is not None
-        return matrix.item.unit.grad_dtype(matrix.handle)
+        return matrix.item.unit.averaging.grad_dtype(matrix.handle)
 
     def _packed(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         device = self.bucket.unit.config.device

@@ -152,7 +152,7 @@ class _Summoned:
 
 def _shard_grad(unit: Unit, handle: FlatParamHandle) -> torch.Tensor:
     """The gradient of the whole shard ``[shard_numel]``, zeros where a parameter has none."""
-    dtype = unit.grad_dtype(handle)  # the same on a rank that has none
+    dtype = unit.averaging.grad_dtype(handle)  # the same on a rank that has none
     shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.device)
     for param, view in zip(handle.exposed, handle.split_shard(shard), strict=True):
         if param.grad is not None:

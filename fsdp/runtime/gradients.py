@@ -151,7 +151,7 @@ class Gradients:
             return self.take(handle)
         for leaf in handle.unsharded.leaves:
             leaf.grad = None
-        nothing = torch.zeros((), dtype=unit.reduce_dtype(handle), device=handle.device)
+        nothing = torch.zeros((), dtype=unit.averaging.reduce_dtype(handle), device=handle.device)
         flat = [
             None if grad is None else grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
             for grad in grads
@@ -179,7 +179,7 @@ class Gradients:
             return None
         if layout.padded_numel != grad.numel():
             return None
-        if grad.dtype is not unit.reduce_dtype(handle) or unit.root.differentiable:
+        if grad.dtype is not unit.averaging.reduce_dtype(handle) or unit.root.differentiable:
             return None
         if unit.shard.size == 1 or unit.writes_to_whole:
             return None
@@ -258,7 +258,7 @@ class Gradients:
 
     def _start(self, handle: FlatParamHandle, *, pooled: bool) -> Collected:
         unit = self._unit
-        dtype = unit.reduce_dtype(handle)
+        dtype = unit.averaging.reduce_dtype(handle)
         used = handle.none_used
         # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
         if pooled and unit.shard.size > 1:

@@ -135,7 +135,7 @@ class Reduction:
 
     def _start(self) -> Work:
         apart = self.unit.replicate.size > 1 and self.unit.shard.size > 1
-        in_two = apart and self._direct is None and self.unit.comm_hook is None
+        in_two = apart and self._direct is None and self.unit.averaging.hook is None
         if in_two and self.unit.root.streams.host_synchronous:
             return InTwo(self._launch(), self._over_replicas, self._publish)
         return self.unit.root.streams.run_reduce(self._launch, self._finish, apart=apart)
@@ -164,12 +164,12 @@ class Reduction:
         unit = self.unit
         take = unit.gradients.take if self._direct is None else unit.gradients.take_lying
         collected = take(handle)
-        if isinstance(collected, Collected) and unit.predivide != 1.0:
-            collected.buffer.flat.div_(unit.predivide)
+        if isinstance(collected, Collected) and unit.averaging.predivide != 1.0:
+            collected.buffer.flat.div_(unit.averaging.predivide)
         if isinstance(collected, Collected) and unit.shard.size == 1:
             out = collected.buffer.flat
         else:
-            dtype = unit.reduce_dtype(handle)
+            dtype = unit.averaging.reduce_dtype(handle)
             out = torch.empty(handle.layout.shard_numel, dtype=dtype, device=handle.device)
         if handle not in unit.gradients.partial_sums:
             return Part(handle, collected, out)
@@ -182,14 +182,14 @@ class Reduction:
         if self._direct is not None:
             self._sum(self._direct)
             return self._over_replicas()
-        if unit.comm_hook is not None:
+        if unit.averaging.hook is not None:
             for part in self._parts:
-                unit.run_comm_hook(part.buffer.flat, part.out)
+                unit.averaging.run_hook(part.buffer.flat, part.out)
             if not unit.is_sharded:
                 return DONE
             # The hook has averaged over the shard axis only.
             return unit.replicate.all_reduce([part.out for part in self._parts])
-        mean = self._averaged = unit.averages_by_summing
+        mean = self._averaged = unit.averaging.is_by_summing
         reduces = [
             Reduce(part.buffer.flat, part.buffer.slices, part.out, mean) for part in self._parts
         ]
@@ -230,11 +230,11 @@ class Reduction:
             for part in self._parts:
                 unit.gradients.partial_sums[part.handle] = part.out, part.collected.used
             return
-        divisor = 1.0 if self._averaged else unit.postdivide
+        divisor = 1.0 if self._averaged else unit.averaging.postdivide
         for part in self._parts:
             if divisor != 1.0:
                 part.out.div_(divisor)
-            dtype = unit.grad_dtype(part.handle)
+            dtype = unit.averaging.grad_dtype(part.handle)
             grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
             self._deliver(part, grad)
 
@@ -251,12 +251,12 @@ def _direct_sums(unit: Unit) -> DirectSums | None:
     The outermost unit's are the last ones, beside which nothing is computed, so shorter ones of it gain, too.
     """
     least = SHORTEST_SUM if unit.index == 0 else SHORTEST_SUM_INSIDE
-    if unit.unsharded_bytes < least or unit.comm_hook is not None:
+    if unit.unsharded_bytes < least or unit.averaging.hook is not None:
         return None
     collectives = unit.step_shard
     nbytes = sum(
         (handle.layout.padded_numel - handle.layout.shard_numel)
-        * unit.reduce_dtype(handle).itemsize
+        * unit.averaging.reduce_dtype(handle).itemsize
         for handle in unit.handles
         if handle.requires_grad
     )

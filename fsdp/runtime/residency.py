@@ -160,7 +160,7 @@ class ResidentUnit(ABC):
         self._compressed: Collectives | None = None
         self._active = 0
         self._shows_leaves = False
-        self._pending = Pending(self._show_leaves)
+        self._pending = Pending(self._show_pending)
         self._work: Work | None = None
         self.guarded = False
         self._guards: tuple[Writes, ...] = ()
@@ -296,7 +296,18 @@ class ResidentUnit(ABC):
             if self.guarded:
                 self.unguard()
             for handle in self.handles:
-                handle.expose_leaves(tables=False)
+                handle.expose_leaf_entries()
+
+    def _show_pending(self) -> None:
+        """Somebody reads a table: exchange them all.  What functional_call, say, has put elsewhere meanwhile stays."""
+        self._shows_leaves = True
+        for handle in self.handles:
+            handle.expose_leaf_tables()
+
+    @property
+    def _may_be_written(self) -> bool:
+        """Whether module code may have found the gathered parameters and written into them."""
+        return self.residency is UNSHARDED and (self._shows_leaves or self._pending.on)
 
     def _remember_values(self) -> None:
         """The module's own forward begins: copy what it is about to see, if this is one to look at."""
@@ -320,8 +331,7 @@ class ResidentUnit(ABC):
 
     def _keep_silent_writes(self) -> None:
         """See Note [Silent writes] in ``flat.silent``."""
-        is_whole = self._shows_leaves and self.residency is UNSHARDED
-        if is_whole and self._compressed is None and not self._captures:
+        if self._may_be_written and self._compressed is None and not self._captures:
             before = dict(zip(self._gathered, self._before or (), strict=False))
             for handle in self.handles:
                 known = self._writes_silently
@@ -332,7 +342,7 @@ class ResidentUnit(ABC):
         return capturing(torch.get_device_module(self.config.device))
 
     def _show_sharded(self) -> None:
-        if self._shows_leaves and self.residency is UNSHARDED:
+        if self._may_be_written:
             for handle in self._gathered:
                 if self._compressed is not None and (
                     handle.leaves_edited or handle.leaves_elsewhere

@@ -16,6 +16,7 @@ from ..comm.collectives import Collectives
 from ..comm.entry import EntryGate
 from ..config import BackwardPrefetch, ShardingStrategy
 from ..errors import (
+    FsdpError,
     ShardedParameterError,
     TrainingStateError,
     describe,
@@ -24,6 +25,7 @@ from ..flat.handle import FlatParamHandle
 from ..flat.sharing import ManagedParam
 from ..names import join_names
 from . import precision
+from .averaging import Averaging
 from .entrances import Entrances
 from .gradients import Gradients
 from .guard import remember_left_behind
@@ -66,6 +68,7 @@ class Unit(ResidentUnit):
         armed: Whether gradients are about to arrive.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
         on_new_handles: Called when the unit has other handles than before.
+        averaging: By what its gradients are divided.
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
     """
 
@@ -74,24 +77,18 @@ class Unit(ResidentUnit):
         "_aliases",
         "_arrivals",
         "_backward_task",
-        "_call_tables",
         "_entrances",
         "_expected",
         "_leaf_hooks",
-        "_may_overflow",
-        "_mean_is_exact",
         "_open_uses",
         "_post_hook",
         "_pre_hook",
         "_trained",
         "armed",
+        "averaging",
         "buffer_masters",
-        "comm_hook",
-        "comm_hook_state",
         "dtype_rules",
         "gate",
-        "gradient_divisor",
-        "kept_low_precision",
         "on_gradients",
         "on_new_handles",
         "requires_all_reduce",
@@ -122,11 +119,8 @@ class Unit(ResidentUnit):
         self.unshards_in_backward = True
         self.unclaimed: tuple[ManagedParam, ...] = ()
         self.on_new_handles: Callable[[], None] | None = None
-        self.comm_hook: Callable[..., None] | None = None
-        self.comm_hook_state: Any = None
-        self.gradient_divisor: float | None = None
         self.on_gradients: Callable[[], None] | None = None
-        self.kept_low_precision = config.mixed_precision.keep_low_precision_grads
+        self.averaging = Averaging(self)
         self._backward_task: int | None = None
         self._open_uses = 0
         self._aliases = 0
@@ -148,7 +142,6 @@ class Unit(ResidentUnit):
         self._post_hook = module.register_forward_hook(
             self._post_forward, with_kwargs=True, always_call=True
         )
-        self._call_tables = _torch.call_tables(module)
 
     def take_handles(self, handles: Sequence[FlatParamHandle]) -> None:
         """Own ``handles`` instead of the present ones; before any forward.  Collective: none."""
@@ -186,10 +179,9 @@ class Unit(ResidentUnit):
         made.dtype_rules = self.dtype_rules.copied(memo)
         if self.rule_casts is not None:
             made.rule_casts = self.rule_casts.copied(made, memo)
-        made.comm_hook, made.comm_hook_state = self.comm_hook, self.comm_hook_state
+        made.averaging.copy_settings(self.averaging)
         if self.compression is not None:
             made.compress(*self.compression)
-        made.gradient_divisor = self.gradient_divisor
         made.unshard_in_backward(wanted=self.unshards_in_backward)
         return made
 
@@ -203,13 +195,7 @@ class Unit(ResidentUnit):
         self.unguard()
         self._guards = tuple(handle.guards for handle in self.handles if handle.guards)
         self._plan_gather()
-        self._may_overflow = any(
-            self.reduce_dtype(handle) is torch.float16 for handle in self.handles
-        )
-        size = self.shard.size
-        self._mean_is_exact = size & (size - 1) == 0 or all(
-            self.reduce_dtype(handle).itemsize >= torch.float32.itemsize for handle in self.handles
-        )
+        self.averaging.follow(self.handles)
         leaves = self._trained = [
             leaf
             for handle in self.handles
@@ -387,22 +373,26 @@ class Unit(ResidentUnit):
 
         Collective: every rank of the shard group.
         """
-        tables = self._call_tables
-        has_others = module is not self.module or tables is None or sum(map(len, tables)) > 2
-        if has_others or _torch.is_traced_or_compiled(module):
-            return module(*args, **kwargs)
-        return self._run(module.forward, args, kwargs)  # the two hooks in the tables are ours
+        if module is self.module and _torch.runs_only(module, self._pre_hook, self._post_hook):
+            return self._run(module.forward, args, kwargs)
+        return module(*args, **kwargs)
 
     def _run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        changed = self._pre_forward(self.module, args, kwargs)
-        args, kwargs = (args, kwargs) if changed is None else changed
-        output = cast = None
+        """Run ``method`` between our two hooks, the second one also where it fails, as torch does."""
         try:
+            changed = self._pre_forward(self.module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
             output = method(*args, **kwargs)
-        finally:
-            cast = self._post_forward(self.module, args, kwargs, output)
+        except Exception as error:
+            try:
+                self._post_forward(self.module, args, kwargs, None)
+            except (FsdpError, RuntimeError) as another:
+                error.add_note(f"After that: {another}")
+            raise
+        cast = self._post_forward(self.module, args, kwargs, output)
         return output if cast is None else cast
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -533,48 +523,10 @@ class Unit(ResidentUnit):
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def reduce_dtype(self, handle: FlatParamHandle) -> torch.dtype:
-        """Dtype in which gradients of ``handle`` are accumulated and reduced."""
-        policy = self.config.mixed_precision
-        return policy.reduce_dtype or handle.compute_dtype
-
-    def grad_dtype(self, handle: FlatParamHandle) -> torch.dtype:
-        """Dtype of the published gradient."""
-        return handle.compute_dtype if self.kept_low_precision else handle.dtype
-
-    @property
-    def predivide(self) -> float:
-        """What gradients are divided by before they are summed: not 1 only where the sum could overflow (fp16)."""
-        if self.comm_hook is not None or not self._may_overflow:
-            return 1.0
-        factor = 1
-        while self.world_size % factor == 0 and self.world_size / factor > factor:
-            factor *= 2
-        return float(factor)
-
-    @property
-    def postdivide(self) -> float:
-        """What the sum is divided by, so that both divisions make the mean (or the sum over the set divisor)."""
-        if self.comm_hook is not None:  # it has averaged; over the shard axis only if there is one
-            return float(self.replicate.size) if self.is_sharded else 1.0
-        asked = self.gradient_divisor or self.config.gradient_divisor
-        divisor = asked or self.root.ranks_averaged or self.world_size
-        return divisor / self.predivide
-
-    @property
-    def averages_by_summing(self) -> bool:
-        """Whether the sum over the shard axis is asked for as a mean, so that nothing is left to divide.
-
-        The backend multiplies by the reciprocal, in the dtype of the gradients: exact enough, or exact.
-        """
-        if self.comm_hook is not None or self.replicate.size > 1 or not self.step_shard.averages:
-            return False
-        return self._mean_is_exact and self.postdivide == self.shard.size
-
     @property
     def writes_to_whole(self) -> bool:
         """Whether a reduction may write into the unsharded gradient."""
-        return self.comm_hook is not None or self._compressed is not None or self._may_overflow
+        return self.averaging.writes_to_whole or self._compressed is not None
 
     @property
     def world_size(self) -> int:
@@ -585,14 +537,6 @@ class Unit(ResidentUnit):
     def is_sharded(self) -> bool:
         """Whether the strategy shards parameters, over however many ranks."""
         return self.config.strategy is not ShardingStrategy.NO_SHARD
-
-    def run_comm_hook(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        """Let the registered communication hook average ``whole`` in place, or into ``out`` if the unit is sharded."""
-        assert self.comm_hook is not None
-        if self.is_sharded:
-            self.comm_hook(self.comm_hook_state, whole, out)
-        else:
-            self.comm_hook(self.comm_hook_state, whole)
 
     @property
     def group_key(self) -> tuple[int, int, int]:

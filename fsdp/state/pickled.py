@@ -126,8 +126,8 @@ def saved_unit(
             for (inner, name), master in unit.buffer_masters.items()
         },
         rules=unit.dtype_rules.copied(memo),
-        comm_hook=(unit.comm_hook, unit.comm_hook_state),
-        gradient_divisor=unit.gradient_divisor,
+        comm_hook=(unit.averaging.hook, unit.averaging.hook_state),
+        gradient_divisor=unit.averaging.divisor,
         unshards_in_backward=unit.unshards_in_backward,
     )
 
@@ -192,8 +192,8 @@ def restore_unit(saved: SavedUnit) -> tuple[Unit, BuildArguments]:
     unit.dtype_rules = saved.rules
     if saved.rules.boundaries:
         unit.rule_casts = RuleCasts(unit, saved.rules.boundaries)
-    unit.comm_hook, unit.comm_hook_state = saved.comm_hook
-    unit.gradient_divisor = saved.gradient_divisor
+    unit.averaging.hook, unit.averaging.hook_state = saved.comm_hook
+    unit.averaging.divisor = saved.gradient_divisor
     unit.unshard_in_backward(wanted=saved.unshards_in_backward)
     return unit, arguments
 
