@@ -280,7 +280,7 @@ class FlatParamHandle(ExposedParams):
         """Allocate the unsharded storage and cast this rank's shard straight into its own slice of it."""
         self.unsharded.allocate()
         # The shard is ``flat_param.data`` too, which would be a new tensor each time.
-        self.unsharded.own.copy_(self.flat_param._local_shard)  # noqa: SLF001
+        self.unsharded.incoming.own.copy_(self.flat_param._local_shard)  # noqa: SLF001
 
     def full_precision(self) -> torch.Tensor:
         """A new ``[padded_numel]`` tensor in the original dtype whose own slice holds this rank's shard."""

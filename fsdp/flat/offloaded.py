@@ -47,7 +47,7 @@ class OffloadedHandle(FlatParamHandle):
     def fill_own_slice(self) -> None:
         """Allocate the unsharded storage and copy this rank's shard from the host into its own slice of it."""
         self.unsharded.allocate()
-        own = self.unsharded.own
+        own = self.unsharded.incoming.own
         if not self.keeps_copy:
             own.copy_(self.flat_param.data, non_blocking=True)
             return

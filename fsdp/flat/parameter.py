@@ -160,6 +160,20 @@ def _param_info(site: Site) -> ParamInfo:
     return ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
 
 
+class Incoming(NamedTuple):
+    """Where a gather puts an unsharded flat parameter.
+
+    Attributes:
+        flat: ``[padded_numel]``.
+        slices: The part of it that each rank contributes, ``[shard_numel]`` each.
+        own: This rank's.
+    """
+
+    flat: torch.Tensor
+    slices: RankSlices
+    own: torch.Tensor
+
+
 class UnshardedStorage:
     """The memory of one unsharded flat parameter, and the leaves that view it for ever.
 
@@ -172,12 +186,15 @@ class UnshardedStorage:
         leaves: One autograd leaf a slot, the original shape.
         slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
         own: This rank's.
+        incoming: What a gather fills: ``flat``, or other memory which :meth:`filled` makes that of ``flat``, so that
+            nothing can read it too early.
         trained: Whether any of the leaves wants a gradient.
     """
 
     __slots__ = (
         "_aside",
         "_frozen",
+        "_is_filled",
         "_nbytes",
         "_placed",
         "_places",
@@ -185,6 +202,7 @@ class UnshardedStorage:
         "_restored",
         "_versions",
         "flat",
+        "incoming",
         "leaves",
         "memory",
         "own",
@@ -202,6 +220,7 @@ class UnshardedStorage:
         self.memory = flat.untyped_storage()
         self._nbytes = self.memory.nbytes()
         self._resident = resident
+        self._is_filled = False
         placed = [slot.span for slot in layout.slots if slot.span.numel]
         self._placed = len(placed)
         self._places = sum(span.start for span in placed) * flat.element_size()
@@ -210,6 +229,12 @@ class UnshardedStorage:
         self._versions: tuple[int, ...] = ()
         self._restored: tuple[int, ...] | None = None
         self._aside = None if resident else freed_storage(self._nbytes, flat.device)
+        self.incoming = Incoming(flat, self.slices, self.own)
+        if self._aside is not None:
+            _torch.swap_storages(self.memory, self._aside)
+            whole = torch.empty(0, dtype=flat.dtype).set_(self._aside, 0, flat.shape, (1,))
+            slices = RankSlices(whole, layout.world_size)
+            self.incoming = Incoming(whole, slices, slices[rank])
         self.free()
 
     def covers(self, address: int) -> bool:
@@ -234,52 +259,57 @@ class UnshardedStorage:
         """
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         if not self._resident:
-            is_freed = not self.memory.nbytes()
-            if is_freed:
+            if not self._is_filled:
                 _torch.set_versions(self._frozen, self._versions)
             self._frozen = tuple(
                 leaf for leaf in self.leaves if not (leaf.requires_grad and read_again)
             )
-            if is_freed:
+            if not self._is_filled:
                 self._refuse_saved()
 
     def allocate(self) -> None:
-        """Give the storage its memory back; the values are undefined until it is filled."""
-        if self._resident or self.memory.nbytes():
-            return
-        if self._aside is None:
-            self.memory.resize_(self._nbytes)
-        else:
-            self._aside.resize_(self._nbytes)
-            _torch.swap_storages(self.memory, self._aside)
-        if self._frozen:
-            _torch.set_versions(self._frozen, self._versions)
+        """Have memory for :attr:`incoming`; the values are undefined until it is filled."""
+        memory = self.memory if self._aside is None else self._aside
+        if not (self._resident or self.memory.nbytes() or memory.nbytes()):
+            memory.resize_(self._nbytes)
 
-    def free(self) -> None:
-        """Release the memory; a no-op where the storage is the shard itself."""
-        if self._resident or not self.memory.nbytes():
-            return
-        if self._aside is not None:
+    def filled(self) -> None:
+        """Let the leaves have what has come in."""
+        if self._aside is not None and self._aside.nbytes():
             _torch.swap_storages(self.memory, self._aside)
-            self._aside.resize_(0)
-        else:
-            self.memory.resize_(0)
-        if self._frozen:
-            self._refuse_saved()
+        self._allow_reads()
+        if self._frozen and not self._is_filled:
+            _torch.set_versions(self._frozen, self._versions)
+        self._is_filled = True
 
     def refuse_reads(self) -> None:
-        """Have autograd refuse what it has saved of the leaves until :meth:`allow_reads`: memory is being filled.
+        """Have autograd refuse what it has saved of the leaves until they are :meth:`filled`.
 
         A backward that comes past every hook while the unit is gathered ahead would read anything at all.
         """
-        self._restored = versions = _torch.versions(self.leaves)
-        _torch.set_versions(tuple(self.leaves), tuple([version + 1 for version in versions]))
+        if self._aside is None:
+            self._restored = versions = _torch.versions(self.leaves)
+            _torch.set_versions(tuple(self.leaves), tuple([version + 1 for version in versions]))
 
-    def allow_reads(self) -> None:
-        """The memory is filled."""
+    def _allow_reads(self) -> None:
         if self._restored is not None:
             _torch.set_versions(tuple(self.leaves), self._restored)
             self._restored = None
+
+    def free(self) -> None:
+        """Release the memory; a no-op where the storage is the shard itself."""
+        if self._resident:
+            return
+        if self._aside is None:
+            self.memory.resize_(0)
+        else:
+            if self.memory.nbytes():
+                _torch.swap_storages(self.memory, self._aside)
+            self._aside.resize_(0)
+        self._allow_reads()
+        if self._frozen and self._is_filled:
+            self._refuse_saved()
+        self._is_filled = False
 
     def _refuse_saved(self) -> None:
         self._versions = _torch.versions(self._frozen)

@@ -251,7 +251,7 @@ class ResidentUnit(ABC):
                     raise_named(self._gathering, error)
                 self._work = None
                 for handle in self._gathered:
-                    handle.unsharded.allow_reads()
+                    handle.unsharded.filled()
             self.residency = UNSHARDED
 
     def reshard(self) -> None:
@@ -443,9 +443,8 @@ class ResidentUnit(ABC):
         self._gathered = [handle for handle in self.handles if not handle.aliased]
         flats = [handle.unsharded.flat for handle in self._gathered]
         self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
-        self._gathers = [
-            Gather(handle.unsharded.flat, handle.unsharded.slices) for handle in self._gathered
-        ]
+        incoming = [handle.unsharded.incoming for handle in self._gathered]
+        self._gathers = [Gather(to.flat, to.slices) for to in incoming]
         self._reads_frozen = any(
             not leaf.requires_grad for handle in self._gathered for leaf in handle.unsharded.leaves
         )
