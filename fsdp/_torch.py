@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -571,12 +572,12 @@ def as_dtensor(value: Any) -> Any:
     )
 
 
-def uses_of(storage: torch.UntypedStorage) -> int:
-    """How many tensors there are over ``storage``, those that graphs have saved among them.
+def use_counter(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """What tells how many tensors there are over ``storage``, those that graphs have saved among them.
 
     Why: a detached parameter that a graph has saved is seen nowhere else.
     """
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return partial(torch._C._storage_Use_Count, storage._cdata)
 
 
 def keeps_graph() -> bool:

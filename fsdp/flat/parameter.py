@@ -183,6 +183,7 @@ class UnshardedStorage:
     Attributes:
         flat: ``[padded_numel]`` compute dtype; no memory behind it while sharded (see Note [Freed memory]).
         memory: The storage of ``flat``.
+        count_uses: Tells how many tensors there are over it, those that graphs have saved among them.
         leaves: One autograd leaf a slot, the original shape.
         slices: The part of ``flat`` that each rank contributes, ``[shard_numel]`` each.
         own: This rank's.
@@ -201,6 +202,7 @@ class UnshardedStorage:
         "_resident",
         "_restored",
         "_versions",
+        "count_uses",
         "flat",
         "incoming",
         "leaves",
@@ -218,6 +220,7 @@ class UnshardedStorage:
         self.slices = RankSlices(flat, layout.world_size)
         self.own: torch.Tensor = self.slices[rank]
         self.memory = flat.untyped_storage()
+        self.count_uses = _torch.use_counter(self.memory)
         self._nbytes = self.memory.nbytes()
         self._resident = resident
         self._is_filled = False

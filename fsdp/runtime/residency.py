@@ -459,7 +459,7 @@ class ResidentUnit(ABC):
 
     def _count_aliases(self) -> int:
         """How many tensors share the gathered memory: the unit's own, users', and those that graphs have saved."""
-        return sum([_torch.uses_of(handle.unsharded.memory) for handle in self._gathered])
+        return sum([handle.unsharded.count_uses() for handle in self._gathered])
 
     def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the unit's own modules, with the module that holds it and its name there."""
