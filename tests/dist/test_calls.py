@@ -138,7 +138,7 @@ def counts_backward_hooks(register, is_global):
         (register_module_full_backward_hook, True),
         (register_module_full_backward_pre_hook, True),
     ],
-    ids=str,
+    ids=["hook", "pre_hook", "global_hook", "global_pre_hook"],
 )
 def test_backward_hooks_of_the_wrapped_module_run(register, is_global):
     run_ranks(counts_backward_hooks, 2, register, is_global)
