@@ -130,11 +130,6 @@ class ShardedTable(dict[str, Any]):
             self._notice.given = True
         return other
 
-    def register(self, name: str, value: Any) -> None:
-        """Write into this table, whether or not it is in force."""
-        self._notice.given = True
-        super().__setitem__(name, value)
-
     # Reading: where no stand-in is said to be found, what is registered is.
 
     def __getitem__(self, name: str) -> Any:
@@ -172,7 +167,8 @@ class ShardedTable(dict[str, Any]):
 
     def __or__(self, others: Any) -> dict[str, Any]:  # type: ignore[override]
         """As :meth:`get`."""
-        return self.copy() | others
+        made: dict[str, Any] = self.copy() | others
+        return made
 
     # Writing.
 
@@ -194,7 +190,7 @@ class ShardedTable(dict[str, Any]):
         else:
             del other[name]
 
-    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override]
         """As :meth:`update`."""
         self.update(other)
         return self
@@ -297,7 +293,7 @@ class ModuleTables:
         tables = [self.own, *self._leaves]
         for table in tables:
             for name in table.keys() - self._names - self._others - self.sharded.keys():
-                self.sharded.register(name, table[name])
+                dict.__setitem__(self.sharded, name, table[name])
         for name in self._others - self.sharded.keys():
             for table in tables:
                 table.pop(name, None)

@@ -14,7 +14,12 @@ from torch.nn.modules.module import (
 )
 
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
+
+
+class Plain(nn.Linear):
+    """A class of our own, which may be changed."""
 
 
 class Doubled(nn.Linear):
@@ -81,7 +86,23 @@ def by_compiled_call(model):
     model.module._compiled_call_impl = lambda x: 2 * call(x)
 
 
+def by_class_changed_later(model):
+    type(model.module).__call__ = lambda self, x: 2 * nn.Module.__call__(self, x)
+
+
+def by_another_class(model):
+    model.module.__class__ = Doubled
+
+
+def by_call_of_the_instance(model):
+    call = model.module._call_impl
+    model.module._call_impl = lambda x: 2 * call(x)
+
+
 WAYS = (
+    by_class_changed_later,
+    by_another_class,
+    by_call_of_the_instance,
     by_class,
     by_forward_hook,
     by_pre_hook,
@@ -96,7 +117,7 @@ WAYS = (
 
 def doubles(way, use_orig_params):
     torch.manual_seed(0)
-    module = (Doubled if way is by_class else nn.Linear)(3, 5, bias=False)
+    module = (Doubled if way is by_class else Plain)(3, 5, bias=False)
     weight = module.weight.detach().clone()
     model = FSDP(module, use_orig_params=use_orig_params)
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -142,6 +163,78 @@ def counts_backward_hooks(register, is_global):
 )
 def test_backward_hooks_of_the_wrapped_module_run(register, is_global):
     run_ranks(counts_backward_hooks, 2, register, is_global)
+
+
+def another_hook_in_the_place_of_ours():
+    model = FSDP(nn.Linear(3, 5))
+    seen = []
+    model.module._forward_hooks.clear()
+    model.module.register_forward_hook(lambda *_: seen.append(1))
+    model(torch.ones(2, 3))
+    assert seen == [1]
+
+
+def test_hooks_are_told_apart_and_not_counted():
+    run_ranks(another_hook_in_the_place_of_ours, 2)
+
+
+class Replaces(nn.Linear):
+    def forward(self, x):
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+        raise ValueError("of the user")
+
+
+def fails_twice(use_orig_params):
+    model = FSDP(
+        nn.Sequential(Replaces(3, 5)),
+        auto_wrap_policy=ModuleWrapPolicy({Replaces}),
+        use_orig_params=use_orig_params,
+    )
+    with pytest.raises(ValueError, match="of the user") as raised:
+        model(torch.ones(2, 3))
+    assert any("was replaced" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_an_error_of_the_forward_is_raised_before_what_follows_from_it(use_orig_params):
+    run_ranks(fails_twice, 2, use_orig_params)
+
+
+class Catches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tried = nn.Linear(3, 3)
+
+    def forward(self, x):
+        try:
+            return self.tried(x)
+        except RuntimeError:
+            return x
+
+
+def goes_on_after_a_failed_gather(use_orig_params):
+    model = FSDP(
+        Catches(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
+    unit = model.module.tried._unit
+    wait = type(unit).wait_unshard
+
+    def out_of_memory(self):
+        if self is unit:
+            type(unit).wait_unshard = wait  # once
+            raise RuntimeError("out of memory")
+        wait(self)
+
+    type(unit).wait_unshard = out_of_memory
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(model(x), x)
+    assert model.training_state.name == "IDLE"
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_whose_gather_failed_leaves_the_units_around_it_as_they_were(use_orig_params):
+    run_ranks(goes_on_after_a_failed_gather, 2, use_orig_params)
 
 
 class Fails(nn.Linear):

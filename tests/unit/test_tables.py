@@ -100,7 +100,7 @@ def test_what_is_registered_in_one_table_is_in_all_of_them_and_what_is_deleted_i
     module.register_parameter("extra", nn.Parameter(torch.ones(1), requires_grad=False))
     tables.follow()
     assert all("extra" in table for table in all_tables.values())
-    assert sharded.get("weight") is None
+    assert dict.get(sharded, "weight") is None
     tables.place[ModuleTables.KEY] = sharded
     del module.extra
     tables.follow()
