@@ -440,6 +440,12 @@ def forward_hook_table(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 
 _CALL_IMPL: Any = nn.Module._call_impl
+_HOOKS_OF_ALL_MODULES = (
+    module_calls._global_backward_hooks,
+    module_calls._global_backward_pre_hooks,
+    module_calls._global_forward_hooks,
+    module_calls._global_forward_pre_hooks,
+)
 
 
 def runs_only(module: nn.Module, pre_hook: RemovableHandle, hook: RemovableHandle) -> bool:
@@ -456,13 +462,14 @@ def runs_only(module: nn.Module, pre_hook: RemovableHandle, hook: RemovableHandl
         and pre_hook.id in before
         and hook.id in after
         and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
-        and not module_calls._has_any_global_hook()
+        and not any(_HOOKS_OF_ALL_MODULES)
         and cls.__call__ is nn.Module._wrapped_call_impl
         and cls._call_impl is _CALL_IMPL
         and "_call_impl" not in own
         and module._compiled_call_impl is None
         and torch._C._get_tracing_state() is None
         and not torch.compiler.is_compiling()
+        and not torch.autograd._profiler_enabled()  # profilers know a module by its call
     )
 
 

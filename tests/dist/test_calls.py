@@ -256,3 +256,17 @@ def goes_on():
 
 def test_a_forward_that_raised_leaves_the_unit_as_it_was():
     run_ranks(goes_on, 2)
+
+
+def events_of_a_profile():
+    model = FSDP(nn.Sequential(Fails(3, 5)), auto_wrap_policy=ModuleWrapPolicy({Fails}))
+    x = torch.ones(2, 3)
+    model(x)
+    with torch.profiler.profile(with_stack=True) as profile:
+        model(x)
+    return {event.name for event in profile.events()}
+
+
+def test_a_profile_names_wrapped_modules():
+    for names in run_ranks(events_of_a_profile, 2):
+        assert any("Fails" in name for name in names), sorted(names)
