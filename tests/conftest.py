@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# HYPOTHESIS_PROFILE=slow tools/test tests/property
+# HYPOTHESIS_PROFILE=slow tools/test tests/checkpoint
 for name, examples in {"fast": 50, "ci": 100, "slow": 2000}.items():
     settings.register_profile(name, max_examples=examples, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

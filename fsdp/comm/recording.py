@@ -1,4 +1,4 @@
-"""A trace of collectives, for tests, golden files and ``explain``."""
+"""A trace of collectives, for tests and ``explain``."""
 
 from __future__ import annotations
 
