@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from .imports import replace_everywhere
+from .imports import replace_named
 
 __all__ = ["Clip", "teach_clipping"]
 
@@ -36,4 +36,4 @@ def teach_clipping(module: ModuleType, clip: Clip) -> None:
             norm = asked(again, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm
 
-    replace_everywhere(module, "clip_grad_norm_", clip_grad_norm_)
+    replace_named(module, "clip_grad_norm_", clip_grad_norm_)

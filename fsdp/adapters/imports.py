@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["replace_everywhere", "when_imported"]
+__all__ = ["replace_everywhere", "replace_named", "when_imported"]
 
 
 def when_imported(path: str, act: Callable[[ModuleType], None]) -> None:
@@ -34,6 +34,18 @@ def replace_everywhere(module: ModuleType, name: str, new: Any) -> None:
         if isinstance(other, ModuleType):
             names = [key for key, value in list(vars(other).items()) if value is old]
             vars(other).update(dict.fromkeys(names, new))
+
+
+def replace_named(module: ModuleType, name: str, new: Any) -> None:
+    """The same where it has been imported under that name, in a hundredth of the time.
+
+    For what every process has replaced: a look at all values of all modules takes 80 ms.  Collective: none.
+    """
+    old = vars(module)[name]
+    for other in [module, *sys.modules.values()]:
+        table = getattr(other, "__dict__", {})  # not everything in there is a module
+        if table.get(name) is old:
+            table[name] = new
 
 
 class _WatchingFinder(MetaPathFinder):
