@@ -227,12 +227,14 @@ class EntryGate:
                 watch.begin(Awaited(channel, channel.launched - 1, started))
             deadline = time.monotonic() + _LONGEST_WAIT
             # Not one long call, which would keep the watch from the store.
-            while not store.check([f"{place}/verdict"]):
-                if time.monotonic() > deadline:
-                    raise absence from error
-                time.sleep(_PERIOD)
-            if watch is not None:
-                watch.end()
+            try:
+                while not store.check([f"{place}/verdict"]):
+                    if time.monotonic() > deadline:
+                        raise absence from error
+                    time.sleep(_PERIOD)
+            finally:  # who is interrupted does not wait any more
+                if watch is not None:
+                    watch.end()
 
     def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
         missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))

@@ -21,6 +21,7 @@ import datetime
 import faulthandler
 import functools
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -42,7 +43,7 @@ import torch.distributed as dist
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "run_ranks_outcomes"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LINGER_SECONDS = 0.5  # a rank that raised stays this long: what it sent before still arrives
+_LINGER_SECONDS = 0.5  # a rank that raised stays this long: what was sent before arrives, a cause shows
 _DUMP_SECONDS = 2.0  # how long the stacks of hanging ranks may take to be written
 _OUTPUT_CHARS = 4000  # the tail of a failing rank's output that is shown
 
@@ -118,12 +119,14 @@ def run_ranks(
 
     Raises:
         RanksFailed: If a rank raised (its traceback is the message), died (its exit code) or hung (the stacks of all
-            pending ranks).  The other ranks are killed at once.
+            pending ranks).  The other ranks are killed half a second later.
     """
     __tracebackhide__ = True
     with _World(fn, world_size, args, kwargs, timeout=timeout, backend=backend) as world:
         outcomes = world.wait(stop_at_failure=True)
-    if failed := [outcome for outcome in outcomes.values() if not outcome.ok]:
+    failed = [outcome for outcome in outcomes.values() if not outcome.ok]
+    if failed:
+        failed.sort(key=lambda outcome: outcome.exit_code is None)  # the dead first: they are causes
         raise RanksFailed("\n".join(map(world.describe, failed)), outcomes) from None
     return [outcomes[rank].value for rank in range(world_size)]
 
@@ -209,24 +212,31 @@ class _World:
         self._folder.cleanup()
 
     def wait(self, *, stop_at_failure: bool) -> dict[int, Outcome]:
-        """Collect the answers until all have come, or until one is a failure that ends the wait."""
+        """Collect the answers until all have come, or until soon after a failure that ends the wait.
+
+        Soon after, not at once: the peers of a rank that dies may tell of their lost connection before its own pipe
+        ends, and what is told has to name the cause.
+        """
         outcomes: dict[int, Outcome] = {}
         leave_at: dict[int, float] = {}
+        stop_at = math.inf
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while pending:
-            next_event = min([self._deadline, *leave_at.values()])
+            next_event = min([self._deadline, stop_at, *leave_at.values()])
             ready = connection.wait(list(pending), max(0.0, next_event - time.monotonic()))
             now = time.monotonic()
             for pipe in ready:
                 rank = pending.pop(pipe)
                 outcome = outcomes[rank] = self._receive(pipe, rank)
-                if not outcome.ok and stop_at_failure:
-                    return outcomes
-                if outcome.error_type is not None:
+                if stop_at_failure:
+                    stop_at = stop_at if outcome.ok else min(stop_at, now + _LINGER_SECONDS)
+                elif outcome.error_type is not None:
                     leave_at[rank] = now + _LINGER_SECONDS
             for rank in [rank for rank, at in leave_at.items() if at <= now]:
                 self._pipes[rank].close()
                 del leave_at[rank]
+            if now >= stop_at:
+                return outcomes
             if pending and now >= self._deadline:
                 raise RanksFailed(self._describe_hang(sorted(pending.values()), outcomes), outcomes)
         return outcomes

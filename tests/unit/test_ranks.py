@@ -61,6 +61,14 @@ def _die_on(rank: int) -> None:
     dist.barrier()
 
 
+def _die_slowly_on(rank: int) -> None:
+    """What a lost connection can look like: the peer fails first, the death shows a moment later."""
+    if dist.get_rank() == rank:
+        time.sleep(0.2)
+        os._exit(7)
+    raise ConnectionError("the peer is gone")
+
+
 def _hang_on(rank: int) -> None:
     if dist.get_rank() == rank:
         _sleep_under_a_telling_name()
@@ -124,6 +132,15 @@ def test_a_raising_rank_fails_the_call_with_its_traceback_and_output() -> None:
 def test_a_dying_rank_fails_the_call_with_its_exit_code() -> None:
     with pytest.raises(RanksFailed, match="rank 0 of 2 in _die_on died with exit code 7"):
         run_ranks(_die_on, 2, 0)
+
+
+def test_a_death_is_named_before_the_failure_of_a_peer_that_showed_first() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(_die_slowly_on, 2, 0)
+
+    message = str(failure.value)
+    assert message.startswith("rank 0 of 2 in _die_slowly_on died with exit code 7")
+    assert "rank 1 of 2 in _die_slowly_on raised ConnectionError: the peer is gone" in message
 
 
 def test_a_hang_fails_the_call_with_the_stacks_of_every_pending_rank() -> None:
