@@ -43,7 +43,9 @@ import torch.distributed as dist
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "run_ranks_outcomes"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LINGER_SECONDS = 0.5  # a rank that raised stays this long: what was sent before arrives, a cause shows
+_LINGER_SECONDS = (
+    0.5  # a rank that raised stays this long: what was sent before arrives, a cause shows
+)
 _DUMP_SECONDS = 2.0  # how long the stacks of hanging ranks may take to be written
 _OUTPUT_CHARS = 4000  # the tail of a failing rank's output that is shown
 
@@ -126,7 +128,9 @@ def run_ranks(
         outcomes = world.wait(stop_at_failure=True)
     failed = [outcome for outcome in outcomes.values() if not outcome.ok]
     if failed:
-        failed.sort(key=lambda outcome: outcome.exit_code is None)  # the dead first: they are causes
+        failed.sort(
+            key=lambda outcome: outcome.exit_code is None
+        )  # the dead first: they are causes
         raise RanksFailed("\n".join(map(world.describe, failed)), outcomes) from None
     return [outcomes[rank].value for rank in range(world_size)]
 
