@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -210,34 +210,30 @@ def persistent_buffers(module: nn.Module) -> list[str]:
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
 
 
-def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """``module``'s own child dictionary, to put a wrapper in a child's place whatever its name."""
-    return module._modules
+child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's own child dictionary, to put a wrapper in a child's place whatever its name."""
 
 
-def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, casts included, in one call (one kernel on accelerators).
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copy each source (the second list) into its target, casts included, in one call (one kernel on accelerators).
 
-    Why: gradients go into the reduce buffer with one Python call a unit.  Since torch 2.1; removable when the
-    foreach functions lose their underscore.
-    """
-    torch._foreach_copy_(targets, sources)
+Why: gradients go into the reduce buffer with one Python call a unit.  Since torch 2.1; removable when the foreach
+functions lose their underscore.
+"""
 
-
-def foreach_add(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Add each source to its target in place (see :func:`foreach_copy`)."""
-    torch._foreach_add_(targets, sources)
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+"""Add each source to its target in place (see :data:`foreach_copy`)."""
 
 
 def foreach_norm(
     tensors: list[torch.Tensor], order: float, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The ``order``-norm of each tensor, accumulated in ``dtype`` (see :func:`foreach_copy`)."""
+    """The ``order``-norm of each tensor, accumulated in ``dtype`` (see :data:`foreach_copy`)."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by a one-element tensor in place (see :func:`foreach_copy`)."""
+    """Multiply each tensor by a one-element tensor in place (see :data:`foreach_copy`)."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -407,27 +403,33 @@ def device_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def count_grad_hooks(tensors: Iterable[torch.Tensor]) -> int:
-    """How many functions ``register_hook`` was called with on ``tensors``; nearly free.
+_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+_post_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+
+
+def more_grad_hooks_than(known: int, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ``register_hook`` was called more than ``known`` times on ``tensors``, or the other at all; nearly free.
 
     Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
     listed publicly.
     """
-    return sum(map(len, filter(None, map(attrgetter("_backward_hooks"), tensors))))
+    return sum(map(len, filter(None, map(_hooks, tensors)))) > known or any(
+        map(_post_hooks, tensors)
+    )
 
 
 def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a post-accumulate hook was registered on any of ``tensors`` (see :func:`count_grad_hooks`)."""
-    return any(map(attrgetter("_post_accumulate_grad_hooks"), tensors))
+    """Whether a post-accumulate hook was registered on any of ``tensors`` (see :func:`more_grad_hooks_than`)."""
+    return any(map(_post_hooks, tensors))
 
 
 def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """What ``tensor.register_hook`` was called with (see :func:`count_grad_hooks`)."""
+    """What ``tensor.register_hook`` was called with (see :func:`more_grad_hooks_than`)."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`count_grad_hooks`)."""
+    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`more_grad_hooks_than`)."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
@@ -495,25 +497,19 @@ def group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup | None:
 
 
 def foreach_lerp(starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Move each start towards its end by ``weight`` in place (see :func:`foreach_copy`)."""
+    """Move each start towards its end by ``weight`` in place (see :data:`foreach_copy`)."""
     torch._foreach_lerp_(starts, ends, weight)
 
 
-def can_swap_storages() -> bool:
-    """Whether :func:`swap_storages` exists (torch 2.13; not 2.11)."""
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+swap_storages: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+"""Exchange the memory and the sizes of two storages, one of them of size zero; tensors over them follow.
 
-
-def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory and the sizes of two storages, one of them of size zero; tensors over them follow.
-
-    Why: see Note [Freed memory] in ``flat/freed.py``.
-    """
-    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+None before torch 2.13.  Why: see Note [Freed memory] in ``flat/freed.py``.
+"""
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage over memory that it does not own (see :func:`swap_storages`)."""
+    """A storage over memory that it does not own (see :data:`swap_storages`)."""
     made = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return cast("torch.UntypedStorage", made)
 

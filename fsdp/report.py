@@ -216,7 +216,7 @@ def _dtype_line(unit: Unit, handle: FlatParamHandle) -> DtypeLine:
         trainable=trainable,
         stored=handle.dtype,
         computed=handle.compute_dtype,
-        reduced=unit.averaging.reduce_dtype(handle) if trainable else None,
+        reduced=unit.averaging.reduce_dtypes[handle] if trainable else None,
         gradient=unit.averaging.grad_dtype(handle) if trainable else None,
     )
 

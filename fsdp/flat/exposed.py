@@ -29,6 +29,8 @@ class ExposedParams(ABC):
         pieces: What of each this rank holds, one a parameter, empty pieces included.
         flat_param: ``nn.Parameter`` ``[shard_numel]`` in the original dtype: this rank's shard.
         exposed: The parameters that optimizers hold: the originals in orig mode, the flat one otherwise.
+        held: Which of them this rank holds anything of; the others never have a gradient here.
+        held_params: Those.
         unsharded: Storage and leaves ``[padded_numel]`` in the compute dtype.
         orig_mode: Whether users see their own parameters (``use_orig_params=True``) or the flat one.
     """
@@ -55,6 +57,8 @@ class ExposedParams(ABC):
         "_watched",
         "exposed",
         "flat_param",
+        "held",
+        "held_params",
         "layout",
         "orig_mode",
         "params",
@@ -66,6 +70,7 @@ class ExposedParams(ABC):
     pieces: tuple[Piece, ...]
     flat_param: FlatParameter
     exposed: list[nn.Parameter]
+    held: list[int]
     unsharded: UnshardedStorage
     _stand_ins: list[ShardedStandIn]
     _exposure: Exposure
@@ -176,17 +181,14 @@ class ExposedParams(ABC):
     def expose_leaves(self) -> None:
         """Show module code the leaves."""
         self._leaf_writes.writes.make()
-        self._exposure.follow_writes()
 
     def expose_leaf_entries(self) -> None:
         """Show module code the leaves where no table is exchanged."""
         self._leaf_writes.entries.make()
-        self._exposure.follow_writes()
 
     def expose_leaf_tables(self) -> None:
         """Show module code the leaves where tables are exchanged."""
         self._leaf_writes.tables.make()
-        self._exposure.follow_writes()
 
     def expose_sharded(self, *, tables: bool = True) -> None:
         """Show the user's parameters over their pieces (orig mode), or stand-ins that refuse to be used.
@@ -195,7 +197,6 @@ class ExposedParams(ABC):
         """
         sharded = self._sharded
         (sharded.writes if tables else sharded.entries).make()
-        self._exposure.follow_writes()
 
     @property
     def shows_full(self) -> bool:
@@ -233,7 +234,7 @@ class ExposedParams(ABC):
             for name in siblings:
                 if name in table:
                     table[name] = table.pop(name)
-        self._exposure.follow_writes()
+        self._exposure.follow_own()
 
     def show_full_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Make ``grad`` the gradient of parameter ``index`` as :meth:`expose_full` shows it."""
@@ -283,7 +284,16 @@ class ExposedParams(ABC):
         return True
 
     def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Views of ``shard`` ``[shard_numel]``, one for each exposed parameter and of its shape."""
+        """Views of ``shard`` ``[shard_numel]``, one for each exposed parameter and of its shape, which may be empty."""
+        if not self.orig_mode:
+            return [shard]
+        views = [shard[:0]] * len(self.params)
+        for index, view in zip(self.held, self.split_held(shard), strict=True):
+            views[index] = view
+        return views
+
+    def split_held(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The same for those that are :attr:`held`."""
         if not self.orig_mode:
             return [shard]
         if self.layout.world_size == 1:
@@ -337,6 +347,7 @@ class ExposedParams(ABC):
     def _find_exposed(self) -> None:
         originals = [managed.param for managed in self.params]
         self.exposed: list[nn.Parameter] = originals if self.orig_mode else [self.flat_param]
+        self.held_params = [self.exposed[index] for index in self.held]
 
     def _point_at_shard(self) -> None:
         """Let the originals' data be their pieces of the shard (orig mode) or nothing (flat mode)."""

@@ -35,7 +35,7 @@ _regions: list[tuple[int, int]] = []
 
 def freed_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage | None:
     """A storage of size zero that points to at least ``nbytes`` readable bytes; None where there is no such thing."""
-    if device.type != "cpu" or not _torch.can_swap_storages():
+    if device.type != "cpu" or _torch.swap_storages is None:
         return None
     address = _region(nbytes)
     return None if address is None else _torch.storage_at(address, 0, device)

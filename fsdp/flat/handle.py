@@ -53,7 +53,6 @@ class FlatParamHandle(ExposedParams):
         rank: This rank in the shard group.
         all_used: True for each original parameter: what a backward that used them all has used.
         none_used: False for each.
-        holds: For each exposed parameter whether this rank holds anything of it; where not, it never has a gradient.
         has_tensor_shards: Module code sees parameters as DTensors (see :mod:`fsdp.flat.tensor_parallel`).
         aliased: The shard is the whole and needs no cast, so the leaves view the shard itself.
         device: Where the leaves are; the shard too, unless it is offloaded.
@@ -69,7 +68,6 @@ class FlatParamHandle(ExposedParams):
         "all_used",
         "device",
         "has_tensor_shards",
-        "holds",
         "none_used",
         "rank",
     )
@@ -121,12 +119,15 @@ class FlatParamHandle(ExposedParams):
         )
         self.all_used: Sequence[bool] = (True,) * len(self.params)
         self.none_used: Sequence[bool] = (False,) * len(self.params)
-        self._split_sizes, self._split_picks = _tiling(self.pieces, self.layout.shard_numel)
         held = [
-            slot.span.numel == 0 or piece.in_slot.numel > 0
-            for slot, piece in zip(self.layout.slots, self.pieces, strict=True)
+            index
+            for index, (slot, piece) in enumerate(zip(self.layout.slots, self.pieces, strict=True))
+            if piece.in_slot.numel or not slot.span.numel
         ]
-        self.holds: list[bool] = held if orig_mode else [True]
+        self.held = held if orig_mode else [0]
+        self._split_sizes, self._split_picks = _tiling(
+            [self.pieces[index] for index in held], self.layout.shard_numel
+        )
         self._prepare_exposure()
         self._build_unsharded()
         self._point_at_shard()

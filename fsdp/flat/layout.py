@@ -11,7 +11,7 @@ Example: three parameters of 3, 5 and 2 elements, no alignment, two ranks::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 __all__ = ["FlatLayout", "Piece", "Slot", "Span", "build_layout"]
@@ -78,13 +78,16 @@ class FlatLayout:
         slots: The original parameters, in order, each starting at a multiple of the alignment.
         world_size: Ranks that share the flat parameter.
         shard_numel: Elements each rank holds, tail padding included; the same on every rank.
+        padded_numel: Elements of the unsharded flat parameter, tail padding included.
     """
 
     slots: tuple[Slot, ...]
     world_size: int
     shard_numel: int
+    padded_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "padded_numel", self.shard_numel * self.world_size)
         end = 0
         for slot in self.slots:
             assert slot.span.start >= end, (
@@ -97,11 +100,6 @@ class FlatLayout:
     def numel(self) -> int:
         """Elements up to the end of the last slot, alignment gaps included and tail padding not."""
         return self.slots[-1].span.stop if self.slots else 0
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the unsharded flat parameter, tail padding included."""
-        return self.shard_numel * self.world_size
 
     @property
     def gaps(self) -> tuple[Span, ...]:

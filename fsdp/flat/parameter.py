@@ -250,6 +250,11 @@ class UnshardedStorage:
         expected = self._placed * self.flat.data_ptr() + self._places
         return sum(map(_torch.data_ptr, self.leaves)) != expected
 
+    @property
+    def is_filled_in_place(self) -> bool:
+        """Whether a gather fills :attr:`flat` itself, so that leaves can be read too early."""
+        return self._aside is None
+
     def follow_leaves(self, *, read_again: bool = True) -> None:
         """The leaves are those that stay: see which are trained.
 
@@ -280,7 +285,8 @@ class UnshardedStorage:
         """Let the leaves have what has come in."""
         if self._aside is not None and self._aside.nbytes():
             _torch.swap_storages(self.memory, self._aside)
-        self._allow_reads()
+        if self._restored is not None:
+            self._allow_reads()
         if self._frozen and not self._is_filled:
             _torch.set_versions(self._frozen, self._versions)
         self._is_filled = True
@@ -290,14 +296,14 @@ class UnshardedStorage:
 
         A backward that comes past every hook while the unit is gathered ahead would read anything at all.
         """
-        if self._aside is None:
-            self._restored = versions = _torch.versions(self.leaves)
-            _torch.set_versions(tuple(self.leaves), tuple([version + 1 for version in versions]))
+        assert self.is_filled_in_place
+        self._restored = versions = _torch.versions(self.leaves)
+        _torch.set_versions(tuple(self.leaves), tuple([version + 1 for version in versions]))
 
     def _allow_reads(self) -> None:
-        if self._restored is not None:
-            _torch.set_versions(tuple(self.leaves), self._restored)
-            self._restored = None
+        assert self._restored is not None
+        _torch.set_versions(tuple(self.leaves), self._restored)
+        self._restored = None
 
     def free(self) -> None:
         """Release the memory; a no-op where the storage is the shard itself."""
@@ -309,7 +315,8 @@ class UnshardedStorage:
             if self.memory.nbytes():
                 _torch.swap_storages(self.memory, self._aside)
             self._aside.resize_(0)
-        self._allow_reads()
+        if self._restored is not None:
+            self._allow_reads()
         if self._frozen and self._is_filled:
             self._refuse_saved()
         self._is_filled = False

@@ -73,24 +73,28 @@ class Writes:
     Args:
         writes: Where, under which name, what.
         removals: What else is taken away: where, under which name.
+        recurrent: Modules among those written to that keep a list of their weights, which follows.
     """
 
-    __slots__ = ("_names", "_removals", "_tables", "_values")
+    __slots__ = ("_names", "_recurrent", "_removals", "_tables", "_values")
 
     def __init__(
-        self, writes: Iterable[Write] = (), removals: Iterable[tuple[dict[str, Any], str]] = ()
+        self,
+        writes: Iterable[Write] = (),
+        removals: Iterable[tuple[dict[str, Any], str]] = (),
+        recurrent: Sequence[nn.RNNBase] = (),
     ) -> None:
         made = tuple(writes)
         self._tables = tuple([table for table, _, _ in made])
         self._names = tuple([name for _, name, _ in made])
         self._values = tuple([value for _, _, value in made])
         self._removals = tuple(removals)
+        self._recurrent = recurrent
 
     def and_also(self, write: Write) -> Writes:
         """These and one more."""
-        return Writes(
-            [*zip(self._tables, self._names, self._values, strict=True), write], self._removals
-        )
+        writes = zip(self._tables, self._names, self._values, strict=True)
+        return Writes([*writes, write], self._removals, self._recurrent)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -101,6 +105,8 @@ class Writes:
         _consume(map(operator.setitem, self._tables, self._names, self._values))
         for table, name in self._removals:
             table.pop(name, None)
+        for module in self._recurrent:
+            _list_weights(module)
 
     def undo(self) -> None:
         """Take away what they write."""
@@ -339,7 +345,6 @@ class Exposure:
             if module not in self._tables
             for name, index in names.items()
         ]
-        # They keep a list of their weights that must follow each write.
         self._recurrent = tuple(m for m in self._names if isinstance(m, nn.RNNBase))
 
     def of_leaves(self, leaves: Sequence[Any]) -> Leaves:
@@ -352,7 +357,9 @@ class Exposure:
         shadows = [(attributes, name) for attributes, _, name, _ in self._entries]
         removals = shadows if self._hides else ()
         return Leaves(
-            Writes((*tables, *entries), removals), Writes(tables), Writes(entries, removals)
+            Writes((*tables, *entries), removals, self._recurrent),
+            Writes(tables, (), self._recurrent),
+            Writes(entries, removals, self._recurrent),
         )
 
     def while_sharded(
@@ -389,8 +396,8 @@ class Exposure:
             for name, index in self._names[module].items()
         ]
         return Sharded(
-            writes=Writes((*tables, *entries, *hidden)),
-            entries=Writes((*entries, *hidden)),
+            writes=Writes((*tables, *entries, *hidden), (), self._recurrent),
+            entries=Writes((*entries, *hidden), (), self._recurrent),
             guards=Writes(() if self._hides else hiding),
             registered=Writes((*expected, *entries)),
             notice=notice,
@@ -401,6 +408,11 @@ class Exposure:
         """Let modules have their own tables again, for whole parameters to be registered there."""
         for tables in self._tables.values():
             tables.place[tables.KEY] = tables.own
+
+    def follow_own(self) -> None:
+        """Whole parameters have been registered there."""
+        for module in self._recurrent:
+            _list_weights(module)
 
     def follow(self) -> None:
         """Carry what users have registered beside the managed parameters to every table."""
@@ -415,17 +427,15 @@ class Exposure:
             if isinstance(attributes.get(name), ShardedStandIn):
                 del attributes[name]
 
-    def follow_writes(self) -> None:
-        """Writes have been made: let modules that keep lists of their parameters have them right."""
-        for module in self._recurrent:
-            weights = [
-                getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
-            ]
-            module.__dict__["_flat_weights"] = weights
-            # Without matching references the module takes its weights for replaced and, on CUDA, moves them.
-            module.__dict__["_flat_weight_refs"] = [
-                None if weight is None else weakref.ref(weight) for weight in weights
-            ]
-
     def _at(self, module: nn.Module, values: Sequence[Any]) -> dict[str, Any]:
         return {name: values[index] for name, index in self._names[module].items()}
+
+
+def _list_weights(module: nn.RNNBase) -> None:
+    """Let the list of its weights that ``module`` keeps have what is found by their names now."""
+    weights = [getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]]
+    module.__dict__["_flat_weights"] = weights
+    # Without matching references the module takes its weights for replaced and, on CUDA, moves them.
+    module.__dict__["_flat_weight_refs"] = [
+        None if weight is None else weakref.ref(weight) for weight in weights
+    ]

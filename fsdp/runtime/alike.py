@@ -53,7 +53,7 @@ def _description(unit: Unit) -> str:
     config = unit.config
     parts = [
         f"{handle.layout.padded_numel} {'trained' if handle.requires_grad else 'frozen'} elements of {handle.dtype}, "
-        f"computed in {handle.compute_dtype}, reduced in {unit.averaging.reduce_dtype(handle)}"
+        f"computed in {handle.compute_dtype}, reduced in {unit.averaging.reduce_dtypes[handle]}"
         for handle in unit.handles
     ]
     return (

@@ -23,16 +23,19 @@ class Averaging:
         hook_state: Its first argument.
         divisor: What sums are divided by, if that was set after wrapping; see :attr:`UnitConfig.gradient_divisor`.
         keeps_low_precision: Whether gradients are published in the dtype of the leaves.
+        reduce_dtypes: In which dtype gradients of each handle are accumulated and reduced.
+        may_overflow: Whether sums could (fp16), so that gradients are divided before, too.
     """
 
     __slots__ = (
-        "_may_overflow",
         "_mean_is_exact",
         "_unit",
         "divisor",
         "hook",
         "hook_state",
         "keeps_low_precision",
+        "may_overflow",
+        "reduce_dtypes",
     )
 
     def __init__(self, unit: Unit) -> None:
@@ -41,17 +44,19 @@ class Averaging:
         self.hook_state: Any = None
         self.divisor: float | None = None
         self.keeps_low_precision = unit.config.mixed_precision.keep_low_precision_grads
-        self._may_overflow = False
+        self.reduce_dtypes: dict[FlatParamHandle, torch.dtype] = {}
+        self.may_overflow = False
         self._mean_is_exact = False
 
     def follow(self, handles: Sequence[FlatParamHandle]) -> None:
         """The unit owns these ``handles`` now, or their dtypes have changed."""
-        dtypes = [self.reduce_dtype(handle) for handle in handles]
-        self._may_overflow = torch.float16 in dtypes
+        asked = self._unit.config.mixed_precision.reduce_dtype
+        self.reduce_dtypes = {handle: asked or handle.compute_dtype for handle in handles}
+        self.may_overflow = torch.float16 in self.reduce_dtypes.values()
         size = self._unit.shard.size
         divides_exactly = size & (size - 1) == 0
         self._mean_is_exact = divides_exactly or all(
-            dtype.itemsize >= torch.float32.itemsize for dtype in dtypes
+            dtype.itemsize >= torch.float32.itemsize for dtype in self.reduce_dtypes.values()
         )
 
     def copy_settings(self, other: Averaging) -> None:
@@ -59,18 +64,14 @@ class Averaging:
         self.hook, self.hook_state = other.hook, other.hook_state
         self.divisor = other.divisor
 
-    def reduce_dtype(self, handle: FlatParamHandle) -> torch.dtype:
-        """Dtype in which gradients of ``handle`` are accumulated and reduced."""
-        return self._unit.config.mixed_precision.reduce_dtype or handle.compute_dtype
-
     def grad_dtype(self, handle: FlatParamHandle) -> torch.dtype:
         """Dtype of the published gradient."""
         return handle.compute_dtype if self.keeps_low_precision else handle.dtype
 
     @property
     def predivide(self) -> float:
-        """What gradients are divided by before they are summed: not 1 only where the sum could overflow (fp16)."""
-        if self.hook is not None or not self._may_overflow:
+        """What gradients are divided by before they are summed: not 1 only where :attr:`may_overflow`."""
+        if self.hook is not None or not self.may_overflow:
             return 1.0
         ranks = self._unit.world_size
         factor = 1
@@ -86,7 +87,7 @@ class Averaging:
             return float(unit.replicate.size) if unit.is_sharded else 1.0
         asked = self.divisor or unit.config.gradient_divisor
         divisor = asked or unit.root.ranks_averaged or unit.world_size
-        return divisor / self.predivide
+        return divisor / self.predivide if self.may_overflow else divisor
 
     @property
     def is_by_summing(self) -> bool:
@@ -102,7 +103,7 @@ class Averaging:
     @property
     def writes_to_whole(self) -> bool:
         """Whether the unsharded gradient is divided, or left to a hook."""
-        return self.hook is not None or self._may_overflow
+        return self.hook is not None or self.may_overflow
 
     def run_hook(self, whole: torch.Tensor, out: torch.Tensor) -> None:
         """Let the communication hook average ``whole`` in place, or into ``out`` if the unit is sharded."""

@@ -72,21 +72,33 @@ class _Arena:
 RankCut = tuple[tuple[int | None, int, int], ...]
 """A rank's slice, stretch by stretch: of which slot (None: of none), and from where to where in it."""
 
-_Place = tuple[torch.dtype, torch.device, int]
+
+class _SizeClass:
+    """Arenas of one dtype and device, and of sizes within a factor of two of one another.
+
+    Attributes:
+        free: Those that nobody has taken.
+        is_large: Whether they have memory only while units of this class follow one another.
+    """
+
+    __slots__ = ("free", "is_large")
+
+    def __init__(self, dtype: torch.dtype, bits: int) -> None:
+        self.free: list[_Arena] = []
+        self.is_large = dtype.itemsize << bits > _SMALL_BYTES
 
 
 class BufferPool:
-    """Arenas by dtype, device and size class; a steady step over equal units takes and gives back without allocating.
+    """Arenas by size class; a steady step over equal units takes and gives back without allocating.
 
-    A size class spans a factor of two.  Large arenas have memory for as long as units of their class follow one
-    another: that of a head would stand idle beside the backward of the blocks, and that of the blocks beside the
-    optimizer.
+    Large ones have memory for as long as units of their class follow one another: that of a head would stand idle
+    beside the backward of the blocks, and that of the blocks beside the optimizer.
     """
 
     def __init__(self) -> None:
-        self._free: dict[_Place, list[_Arena]] = {}
-        self._taken: dict[int, tuple[_Place, _Arena]] = {}
-        self._large: _Place | None = None  # the class of large buffers that was last asked for
+        self._classes: dict[tuple[torch.dtype, torch.device, int], _SizeClass] = {}
+        self._taken: dict[int, tuple[_SizeClass, _Arena]] = {}
+        self._large: _SizeClass | None = None  # the class of large buffers that was last asked for
         self._cuts: dict[int, tuple[FlatLayout, tuple[RankCut, ...]]] = {}
 
     def cuts(self, layout: FlatLayout) -> tuple[RankCut, ...]:
@@ -100,26 +112,28 @@ class BufferPool:
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         """A buffer for ``layout``; give it back when nothing reads it any more."""
-        place = (dtype, device, layout.padded_numel.bit_length())
-        if place != self._large and _is_large(place):
+        bits = layout.padded_numel.bit_length()
+        size = self._classes.get((dtype, device, bits))
+        if size is None:
+            size = self._classes[dtype, device, bits] = _SizeClass(dtype, bits)
+        if size.is_large and size is not self._large:
             self.free_large()
-            self._large = place
-        free = self._free.setdefault(place, [])
-        arena = free.pop() if free else _Arena(dtype, device)
+            self._large = size
+        arena = size.free.pop() if size.free else _Arena(dtype, device)
         buffer = arena.buffer(layout)
-        self._taken[id(buffer)] = (place, arena)
+        self._taken[id(buffer)] = (size, arena)
         return buffer
 
     def give_back(self, buffer: GradBuffer) -> None:
         """Return what :meth:`take` gave."""
-        place, arena = self._taken.pop(id(buffer))
-        if place != self._large and _is_large(place):
+        size, arena = self._taken.pop(id(buffer))
+        if size.is_large and size is not self._large:
             arena.free()
-        self._free[place].append(arena)
+        size.free.append(arena)
 
     def free_large(self) -> None:
         """Let the memory of large arenas go that nobody has taken."""
-        for arena in self._free.get(self._large, ()) if self._large is not None else ():
+        for arena in self._large.free if self._large is not None else ():
             arena.free()
         self._large = None
 
@@ -134,8 +148,3 @@ def _rank_cut(layout: FlatLayout, rank: int) -> RankCut:
         if held.numel:
             cut.append((slot, held.start - span.start, held.stop - span.start))
     return tuple(cut)
-
-
-def _is_large(place: _Place) -> bool:
-    dtype, _, bits = place
-    return dtype.itemsize << bits > _SMALL_BYTES

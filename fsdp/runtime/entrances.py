@@ -107,15 +107,13 @@ class Entrances:
         if sum(map(len, self._tables)) != self._table_sizes:
             self._find_attributes()
         places = self._attributes
-        changed = [place for place in self._plain if place[0].get(place[1]) is not place[2]]
-        if changed:
-            places = [*places, *changed]
-        return [
-            tensor
-            for table, name, _ in places
-            for tensor in _tensors_of(table.get(name))
-            if tensor.grad_fn is not None
-        ]
+        for place in self._plain:
+            if place[0].get(place[1]) is not place[2]:
+                places = [*places, place]
+        kept: list[torch.Tensor] = []
+        for table, name, _ in places:
+            kept += [t for t in _tensors_of(table.get(name)) if t.grad_fn is not None]
+        return kept
 
     def _find_attributes(self) -> None:
         """Where the unit's modules keep attributes of their own, which a forward might set to tensors.

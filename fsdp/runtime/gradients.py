@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -134,12 +134,13 @@ class Gradients:
 
     def take(self, handle: FlatParamHandle) -> Collected:
         """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
-        kept = self._take_kept(handle)
+        kept = self._take_kept(handle) if self._kept else None
         if kept is None and (whole := self._take_whole(handle)) is not None:
             return whole
         collected = kept or self._start(handle, pooled=True)
         self._collect(handle, collected)
-        collected.clear_unused()
+        if collected.used is not handle.all_used:
+            collected.clear_unused()
         return collected
 
     def take_lying(self, handle: FlatParamHandle) -> Collected | Lying:
@@ -151,7 +152,7 @@ class Gradients:
             return self.take(handle)
         for leaf in handle.unsharded.leaves:
             leaf.grad = None
-        nothing = torch.zeros((), dtype=unit.averaging.reduce_dtype(handle), device=handle.device)
+        nothing = torch.zeros((), dtype=unit.averaging.reduce_dtypes[handle], device=handle.device)
         flat = [
             None if grad is None else grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
             for grad in grads
@@ -179,7 +180,7 @@ class Gradients:
             return None
         if layout.padded_numel != grad.numel():
             return None
-        if grad.dtype is not unit.averaging.reduce_dtype(handle) or unit.root.differentiable:
+        if grad.dtype is not unit.averaging.reduce_dtypes[handle] or unit.root.differentiable:
             return None
         if unit.shard.size == 1 or unit.writes_to_whole:
             return None
@@ -190,12 +191,11 @@ class Gradients:
 
     def keep(self) -> None:
         """Keep what has arrived for a later backward that synchronises."""
-        for handle in self._unit.handles:
-            if handle.requires_grad:
-                collected = self._take_kept(handle) or self._start(handle, pooled=False)
-                self._collect(handle, collected)
-                collected.clear_unused()
-                self._put_aside(handle, collected)
+        for handle in self._unit.trained_handles:
+            collected = self._take_kept(handle) or self._start(handle, pooled=False)
+            self._collect(handle, collected)
+            collected.clear_unused()
+            self._put_aside(handle, collected)
         remember_accumulating(self._unit)
 
     def check_not_frozen(self, handle: FlatParamHandle) -> None:
@@ -241,24 +241,16 @@ class Gradients:
         grads = handle.leaf_grads()
         if self._unit.root.differentiable:
             _refuse_differentiable(handle, grads)
-        present = [grad for grad in grads if grad is not None]
-        is_complete = len(present) == len(grads)
-        is_plain = is_complete and collected.used is handle.none_used
-        if not (is_plain and _copy(collected.buffer.views, present)):
+        if collected.used is handle.none_used and _copy(collected.buffer.views, grads):
+            collected.used = handle.all_used
+        else:
             _add(collected, grads)
         for leaf in handle.unsharded.leaves:
             leaf.grad = None
-        if is_complete:
-            collected.used = handle.all_used
-        else:
-            collected.used = [
-                is_used or grad is not None
-                for is_used, grad in zip(collected.used, grads, strict=True)
-            ]
 
     def _start(self, handle: FlatParamHandle, *, pooled: bool) -> Collected:
         unit = self._unit
-        dtype = unit.averaging.reduce_dtype(handle)
+        dtype = unit.averaging.reduce_dtypes[handle]
         used = handle.none_used
         # With one rank on the shard axis the buffer becomes the gradient itself, so it is not lent from the pool.
         if pooled and unit.shard.size > 1:
@@ -298,17 +290,17 @@ def _lie_as(layout: FlatLayout, grads: Sequence[torch.Tensor | None]) -> bool:
     )
 
 
-def _copy(views: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
-    """Copy, with a cast; whether that was possible for all of them, as it is not for sparse ones."""
+def _copy(views: list[torch.Tensor], grads: list[Any]) -> bool:
+    """Copy, with a cast; whether that was possible for all of them, as it is not for sparse ones, or for None."""
     try:
         _torch.foreach_copy(views, grads)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return True
 
 
 def _add(collected: Collected, grads: Sequence[torch.Tensor | None]) -> None:
-    """Copy each gradient into the buffer, or add it to what its slot holds."""
+    """Copy each gradient into the buffer, or add it to what its slot holds, and note which slots hold one."""
     copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for view, grad, is_used in zip(collected.buffer.views, grads, collected.used, strict=True):
@@ -320,6 +312,9 @@ def _add(collected: Collected, grads: Sequence[torch.Tensor | None]) -> None:
         _torch.foreach_copy(*copied)
     if added[0]:
         _torch.foreach_add(*added)
+    collected.used = [
+        is_used or grad is not None for is_used, grad in zip(collected.used, grads, strict=True)
+    ]
 
 
 def _refuse_differentiable(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:

@@ -78,8 +78,7 @@ class ParamHooks:
         Raises:
             UsageError: If one would never run; names the parameter.
         """
-        theirs = _torch.count_grad_hooks(self._watched) > len(self._refusals)
-        if self._looked and not theirs and not _torch.any_post_accumulate_hooks(self._watched):
+        if self._looked and not _torch.more_grad_hooks_than(len(self._refusals), self._watched):
             return
         self._looked = True  # at those that flat mode has replaced, too, which had theirs before
         for handle in self._handles:
@@ -150,7 +149,6 @@ def _check_flat(handle: FlatParamHandle) -> None:
             )
 
 
-@torch.no_grad()
 def run_post_accumulate_hooks(handle: FlatParamHandle, used: Sequence[bool]) -> None:
     """Run them for the exposed parameters whose gradient was published just now.
 
@@ -158,10 +156,8 @@ def run_post_accumulate_hooks(handle: FlatParamHandle, used: Sequence[bool]) -> 
         handle: Whose parameters.
         used: For each exposed parameter whether it was.
     """
-    exposed = handle.exposed
-    if not _torch.any_post_accumulate_hooks(exposed):
-        return
-    for param, is_used in zip(exposed, used, strict=True):
-        for hook in _torch.post_accumulate_hooks(param) if is_used else ():
-            if param.grad is not None:
-                hook(param)
+    with torch.no_grad():
+        for param, is_used in zip(handle.exposed, used, strict=True):
+            for hook in _torch.post_accumulate_hooks(param) if is_used else ():
+                if param.grad is not None:
+                    hook(param)

@@ -77,13 +77,13 @@ def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) 
     totals: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
     is_kept_lower = shard.dtype is not handle.dtype
-    for param, grad, is_used, held in zip(
-        handle.exposed, handle.split_shard(shard), used, handle.holds, strict=True
-    ):
-        if not is_used or not held or not param.requires_grad:
+    parts = zip(handle.held, handle.held_params, handle.split_held(shard), strict=True)
+    for index, param, grad in parts:
+        if not used[index] or not param.requires_grad:
             continue
-        if param.grad is not None:
-            totals.append(param.grad)
+        before = param.grad
+        if before is not None:
+            totals.append(before)
             terms.append(grad)
         elif is_kept_lower:
             set_grad(param, grad)
@@ -99,7 +99,7 @@ class Reduction:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._direct = _direct_sums(unit)
-        self._parts = [self._collect(handle) for handle in unit.handles if handle.requires_grad]
+        self._parts = [self._collect(handle) for handle in unit.trained_handles]
         self._reduced_over_shards = False
         self._averaged = False
         self._stays = unit.replicate.size > 1 and not unit.requires_all_reduce
@@ -116,7 +116,8 @@ class Reduction:
         )
         self._give_buffers_back()
         for part in self._parts if not self._stays else ():
-            run_post_accumulate_hooks(part.handle, part.exposed_used)
+            if _torch.any_post_accumulate_hooks(part.handle.held_params):
+                run_post_accumulate_hooks(part.handle, part.exposed_used)
         self._parts = []
         if self._stays:
             remember_accumulating(self.unit)
@@ -164,12 +165,12 @@ class Reduction:
         unit = self.unit
         take = unit.gradients.take if self._direct is None else unit.gradients.take_lying
         collected = take(handle)
-        if isinstance(collected, Collected) and unit.averaging.predivide != 1.0:
+        if unit.averaging.may_overflow and isinstance(collected, Collected):
             collected.buffer.flat.div_(unit.averaging.predivide)
         if isinstance(collected, Collected) and unit.shard.size == 1:
             out = collected.buffer.flat
         else:
-            dtype = unit.averaging.reduce_dtype(handle)
+            dtype = unit.averaging.reduce_dtypes[handle]
             out = torch.empty(handle.layout.shard_numel, dtype=dtype, device=handle.device)
         if handle not in unit.gradients.partial_sums:
             return Part(handle, collected, out)
@@ -190,9 +191,10 @@ class Reduction:
             # The hook has averaged over the shard axis only.
             return unit.replicate.all_reduce([part.out for part in self._parts])
         mean = self._averaged = unit.averaging.is_by_summing
-        reduces = [
-            Reduce(part.buffer.flat, part.buffer.slices, part.out, mean) for part in self._parts
-        ]
+        reduces = []
+        for part in self._parts:
+            buffer = part.buffer
+            reduces.append(Reduce(buffer.flat, buffer.slices, part.out, mean))
         work = unit.step_shard.reduce_scatter(reduces)
         if work is not DONE:
             self._reduced_over_shards = True
@@ -256,9 +258,8 @@ def _direct_sums(unit: Unit) -> DirectSums | None:
     collectives = unit.step_shard
     nbytes = sum(
         (handle.layout.padded_numel - handle.layout.shard_numel)
-        * unit.averaging.reduce_dtype(handle).itemsize
-        for handle in unit.handles
-        if handle.requires_grad
+        * unit.averaging.reduce_dtypes[handle].itemsize
+        for handle in unit.trained_handles
     )
     if nbytes < least or not isinstance(collectives, DirectSums):
         return None

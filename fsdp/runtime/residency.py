@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,6 +52,7 @@ class UnitConfig:
         any_rank: ``allow_unused="any_rank"``: ranks may use different parts of the unit, or none.
         device: Where the unit computes.
         gradient_divisor: What summed gradients are divided by; the number of ranks if None.
+        reshard_after_forward: Whether parameters are freed between forward and backward.
     """
 
     strategy: ShardingStrategy
@@ -63,11 +64,11 @@ class UnitConfig:
     any_rank: bool
     device: torch.device
     gradient_divisor: float | None = None
+    reshard_after_forward: bool = field(init=False)
 
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether parameters are freed between forward and backward."""
-        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    def __post_init__(self) -> None:
+        frees = self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        object.__setattr__(self, "reshard_after_forward", frees)
 
 
 class Residency(Enum):
@@ -97,15 +98,14 @@ class ResidentUnit(ABC):
         "_active",
         "_awaits_inputs",
         "_before",
-        "_compressed",
         "_gathered",
         "_gathering",
         "_gathers",
-        "_guards",
         "_launch",
         "_left",
         "_param_hooks",
         "_pending",
+        "_readable",
         "_reads_frozen",
         "_shows_leaves",
         "_work",
@@ -114,6 +114,7 @@ class ResidentUnit(ABC):
         "config",
         "gradients",
         "guarded",
+        "guards",
         "handles",
         "in_full_precision",
         "index",
@@ -127,13 +128,17 @@ class ResidentUnit(ABC):
         "residency",
         "root",
         "shard",
+        "step_shard",
         "summoned",
         "tensor",
+        "trained_handles",
         "unsharded_bytes",
+        "world_size",
     )
 
     root: Root
     gradients: Gradients
+    trained_handles: list[FlatParamHandle]
     _param_hooks: ParamHooks
 
     def __init__(
@@ -151,19 +156,20 @@ class ResidentUnit(ABC):
         self.config = config
         self.shard = shard
         self.replicate = replicate
+        self.world_size = shard.size * replicate.size
         self.name = ""
         self.index = 0
         self.residency = SHARDED
         self.summoned = False
         self.in_full_precision = False
         self.compression: tuple[Compression, NodeGroups | None] | None = None
-        self._compressed: Collectives | None = None
+        self.step_shard = shard
         self._active = 0
         self._shows_leaves = False
         self._pending = Pending(self._show_pending)
         self._work: Work | None = None
         self.guarded = False
-        self._guards: tuple[Writes, ...] = ()
+        self.guards: tuple[Writes, ...] = ()
         self._awaits_inputs = False
         self._left = 0
         self._before: list[torch.Tensor] | None = None
@@ -208,16 +214,13 @@ class ResidentUnit(ABC):
         self.compression = (compression, nodes)
         if self.shard.size > 1:
             device = self.config.device
-            self._compressed = compressed(self.shard, compression, nodes, device)
-            self._compressed.name_for_messages(self.name)
+            self.step_shard = compressed(self.shard, compression, nodes, device)
+            self.step_shard.name_for_messages(self.name)
 
     @property
-    def step_shard(self) -> Collectives:
-        """``shard`` for the gathers and reductions of a step: what it sends may be compressed.
-
-        State dicts and ``summon_full_params`` use ``shard``, which is exact.
-        """
-        return self.shard if self._compressed is None else self._compressed
+    def is_compressed(self) -> bool:
+        """Whether what a step sends over the shard axis is rounded."""
+        return self.step_shard is not self.shard
 
     def start_unshard(self) -> None:
         """Start gathering the unit's parameters; does nothing if that has begun already.
@@ -238,8 +241,8 @@ class ResidentUnit(ABC):
             if self._gathers:
                 self._work = root.streams.run_gather(self._launch)
                 if in_backward:
-                    for handle in self._gathered:
-                        handle.unsharded.refuse_reads()
+                    for storage in self._readable:
+                        storage.refuse_reads()
 
     def wait_unshard(self) -> None:
         """Wait until the gathered parameters may be used by the host (CPU) or the current stream."""
@@ -314,7 +317,7 @@ class ResidentUnit(ABC):
         left = self._left
         if left & (left + 1) or (left > 1 and not self.root.streams.host_synchronous):
             return  # neither the first, second, fourth, eighth ...
-        is_new = self._compressed is None and not self._writes_silently
+        is_new = not (self._writes_silently or self.is_compressed)
         if is_new and not self._active and not self._captures:
             self._before = [handle.unsharded.own.clone() for handle in self._gathered]
 
@@ -331,7 +334,7 @@ class ResidentUnit(ABC):
 
     def _keep_silent_writes(self) -> None:
         """See Note [Silent writes] in ``flat.silent``."""
-        if self._may_be_written and self._compressed is None and not self._captures:
+        if self._may_be_written and not (self.is_compressed or self._captures):
             before = dict(zip(self._gathered, self._before or (), strict=False))
             for handle in self.handles:
                 known = self._writes_silently
@@ -343,31 +346,30 @@ class ResidentUnit(ABC):
 
     def _show_sharded(self) -> None:
         if self._may_be_written:
+            is_rounded = self.step_shard is not self.shard
             for handle in self._gathered:
-                if self._compressed is not None and (
-                    handle.leaves_edited or handle.leaves_elsewhere
-                ):
+                if is_rounded and (handle.leaves_edited or handle.leaves_elsewhere):
                     raise self._edited_while_rounded(handle)
                 handle.keep_leaf_edits()
         exchanged = not self._pending.on
         self._shows_leaves = self._pending.on = False
         for handle in self.handles:
             handle.expose_sharded(tables=exchanged)
-        if self.root.guard.on:
+        if self.guards and self.root.guard.on:
             self.guard()
 
     def guard(self) -> None:
         """A forward runs, and not the unit's own: refuse to compute with pieces (see Note [Exposure])."""
-        if self._guards and not self.summoned:
+        if not self.summoned:
             self.guarded = True
-            for stand_ins in self._guards:
+            for stand_ins in self.guards:
                 stand_ins.make()
 
     def unguard(self) -> None:
         """Let attribute lookup find the user's parameters again."""
         if self.guarded:
             self.guarded = False
-            for stand_ins in self._guards:
+            for stand_ins in self.guards:
                 stand_ins.undo()
 
     def _edited_while_rounded(self, handle: FlatParamHandle) -> UnsupportedError:
@@ -444,6 +446,7 @@ class ResidentUnit(ABC):
         flats = [handle.unsharded.flat for handle in self._gathered]
         self.unsharded_bytes = sum(flat.numel() * flat.element_size() for flat in flats)
         incoming = [handle.unsharded.incoming for handle in self._gathered]
+        self._readable = [h.unsharded for h in self._gathered if h.unsharded.is_filled_in_place]
         self._gathers = [Gather(to.flat, to.slices) for to in incoming]
         self._reads_frozen = any(
             not leaf.requires_grad for handle in self._gathered for leaf in handle.unsharded.leaves
@@ -459,7 +462,10 @@ class ResidentUnit(ABC):
 
     def _count_aliases(self) -> int:
         """How many tensors share the gathered memory: the unit's own, users', and those that graphs have saved."""
-        return sum([handle.unsharded.count_uses() for handle in self._gathered])
+        uses = 0
+        for handle in self._gathered:
+            uses += handle.unsharded.count_uses()
+        return uses
 
     def own_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the unit's own modules, with the module that holds it and its name there."""

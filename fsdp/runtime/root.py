@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Protocol
 
@@ -234,9 +234,7 @@ class Root:
             and not entry.module.training
         )
         self._free_for_forward()
-        self.guard.on = True
-        for unit in self.units:
-            unit.guard()
+        self._guard_units()
         if entry.index == 0:
             self.order.start_iteration()
         if self.streams.start_step():
@@ -261,6 +259,12 @@ class Root:
         if self.lockstep.on:  # units are gathered for other ranks that this one does not run
             for unit in self.units:
                 unit.follow_user_changes()
+
+    def _guard_units(self) -> None:
+        self.guard.on = True
+        for unit in self.units:
+            if unit.guards:
+                unit.guard()
 
     def take(self, units: Mapping[Unit, str]) -> None:
         """Be the runtime of ``units``, the outermost first, which have these names; between forwards.
@@ -314,7 +318,8 @@ class Root:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
-            unit.reshard()
+            if unit.residency is not SHARDED:
+                unit.reshard()
         self.lockstep.start_over()
 
     def close_saves(self) -> None:
@@ -361,34 +366,33 @@ class Root:
         On an accelerator too, whose host runs ahead: a gather waits for the last use of the memory it takes, so what
         is launched after the unit before it has been freed would begin when that one's computation has ended.
         """
-        if self._is_under_way(self.order.after(unit.index)):
-            return
+        index = self.order.after(unit.index)
+        if index is None or self.units[index].residency is not SHARDED:
+            return  # it needs no gather now, and so none after it does
         for ahead in self._burst(unit, self.order.after):
             ahead.follow_user_changes()
             ahead.start_unshard()
             self.order.foresee(ahead.index)
 
-    def _is_under_way(self, index: int | None) -> bool:
-        """Whether the unit of this index, the next one, needs no gather now, and so none after it does."""
-        return index is None or self.units[index].residency is not SHARDED
-
-    def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> Iterator[Unit]:
+    def _burst(self, unit: Unit, following: Callable[[int], int | None]) -> list[Unit]:
         """The units to gather ahead of ``unit``: the next one, and those after it while together they are small.
 
         Nothing while the next one is under way: one burst follows the other, so small units meet the other ranks
         once a burst and not once a unit.
         """
+        burst: list[Unit] = []
         ahead_bytes = 0
         index = following(unit.index)
         while index is not None:
             ahead = self.units[index]
             ahead_bytes += ahead.unsharded_bytes
             if ahead.residency is not SHARDED or ahead.summoned:
-                return
+                break
             if ahead_bytes > _SMALL_BYTES and ahead_bytes > ahead.unsharded_bytes:
-                return
-            yield ahead
+                break
+            burst.append(ahead)
             index = following(index)
+        return burst
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -430,7 +434,8 @@ class Root:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering what finished its forward before ``unit``."""
-        if self._is_under_way(self.order.before(unit.index)):
+        index = self.order.before(unit.index)
+        if index is None or self.units[index].residency is not SHARDED:
             return
         for ahead in self._burst(unit, self.order.before):
             if ahead.index in self._backward_done:

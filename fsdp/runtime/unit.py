@@ -45,8 +45,11 @@ class Unit(ResidentUnit):
         module: The wrapped module.
         modules: It and the modules below it that belong to no other unit.
         handles: One a (dtype, requires_grad) among the parameters; may be empty.
-        shard: Collectives of the ranks that share the flat parameters.
+        trained_handles: Those with any parameter that wants a gradient.
+        shard: Collectives of the ranks that share the flat parameters; exact.
+        step_shard: The same for the gathers and reductions of a step: what they send may be compressed.
         replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
+        world_size: Ranks whose gradients are averaged: those of both.
         tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
         gate: Where ranks meet before a collective call.
         name: FQN of the module in the unwrapped model, ``""`` for the root.
@@ -64,7 +67,8 @@ class Unit(ResidentUnit):
         offloaded: Whether the shards rest on the host.
         new_reduction: Makes the reduction of the unit's gradients.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
-        guarded: Whether stand-ins are in the modules' dictionaries, in front of users' parameters.
+        guards: Writes that put stand-ins into modules' dictionaries, in front of users' parameters; mostly none.
+        guarded: Whether they are there.
         armed: Whether gradients are about to arrive.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
         on_new_handles: Called when the unit has other handles than before.
@@ -193,9 +197,10 @@ class Unit(ResidentUnit):
             handle.unsharded.follow_leaves(read_again=self.unshards_in_backward)
         self._param_hooks.watch(self.handles, reduced=self.world_size > 1)
         self.unguard()
-        self._guards = tuple(handle.guards for handle in self.handles if handle.guards)
+        self.guards = tuple(handle.guards for handle in self.handles if handle.guards)
         self._plan_gather()
         self.averaging.follow(self.handles)
+        self.trained_handles = [handle for handle in self.handles if handle.requires_grad]
         leaves = self._trained = [
             leaf
             for handle in self.handles
@@ -251,7 +256,8 @@ class Unit(ResidentUnit):
             if self.residency is SHARDED:
                 self.follow_user_changes()
             self.root.begin_unit(self)
-            self.start_unshard()
+            if self.residency is SHARDED:
+                self.start_unshard()
             self.root.prefetch_forward(self)
             self.wait_unshard()
             self._remember_values()
@@ -424,7 +430,7 @@ class Unit(ResidentUnit):
         self._backward_task = task
         if not self.armed:
             self._arm()
-        if self._gathers_in_backward:
+        if self.residency is SHARDED and self._gathers_in_backward:
             self.start_unshard()
         if self.config.backward_prefetch is _BACKWARD_PRE:
             root.prefetch_backward(self)
@@ -450,7 +456,10 @@ class Unit(ResidentUnit):
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
         # leaf, each of which was counted; the unit may then be finished at the end.
         if not self._arrivals.missing and self._backward_task in (None, _torch.backward_task()):
-            missing = sum([leaf.grad is None for leaf in self._trained])
+            missing = 0
+            for leaf in self._trained:
+                if leaf.grad is None:
+                    missing += 1
             if missing:
                 self._arrivals.missing = missing
             else:
@@ -526,12 +535,7 @@ class Unit(ResidentUnit):
     @property
     def writes_to_whole(self) -> bool:
         """Whether a reduction may write into the unsharded gradient."""
-        return self.averaging.writes_to_whole or self._compressed is not None
-
-    @property
-    def world_size(self) -> int:
-        """Ranks whose gradients are averaged."""
-        return self.shard.size * self.replicate.size
+        return self.averaging.writes_to_whole or self.is_compressed
 
     @property
     def is_sharded(self) -> bool:

@@ -99,7 +99,7 @@ def launches(lean):
     events: list[Event] = []
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
-        unit.shard = Recording(unit.shard, unit.name, events)
+        unit.shard = unit.step_shard = Recording(unit.shard, unit.name, events)
     script(model, dist.get_rank())
     events.clear()
     model(tokens_of(dist.get_rank(), 9)).backward()

@@ -38,7 +38,7 @@ def record(model):
     events: list[Event] = []
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
-        unit.shard = Recording(unit.shard, unit.name, events)
+        unit.shard = unit.step_shard = Recording(unit.shard, unit.name, events)
         unit.replicate = Recording(unit.replicate, unit.name, events)
     return events
 

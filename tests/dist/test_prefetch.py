@@ -63,7 +63,7 @@ def trace(backward, forward):
 
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
-        unit.shard = Recording(unit.shard, unit.name, Log())
+        unit.shard = unit.step_shard = Recording(unit.shard, unit.name, Log())
     for index, block in enumerate(model.module.blocks):
         inner = block.module
         inner.up.register_forward_hook(lambda *_, i=index: log.append(f"forward blocks.{i}"))
@@ -141,7 +141,7 @@ def launches_and_waits(exposure):
     log: list[str] = []
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
-        unit.shard = Logged(unit.shard, unit.name or "root", log)
+        unit.shard = unit.step_shard = Logged(unit.shard, unit.name or "root", log)
     for step in range(2):
         item.loss(model, item.make_batch(dist.get_rank(), step)).backward()
     log.clear()

@@ -143,7 +143,7 @@ def counts(nesting, reentrant, strategy, use_orig_params):
     events: list[Event] = []
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
-        unit.shard = Recording(unit.shard, unit.name, events)
+        unit.shard = unit.step_shard = Recording(unit.shard, unit.name, events)
     for _ in range(2):
         events.clear()
         model(torch.randn(4, 5)).sum().backward()

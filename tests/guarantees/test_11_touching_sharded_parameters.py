@@ -285,7 +285,7 @@ def kept_leaves(use_orig_params):
     up.register_forward_hook(lambda module, args, out: kept.append(module.weight))
     model(batch(dist.get_rank())).sum().backward()
     with torch.no_grad():
-        if dist.get_world_size() > 1 and _torch.can_swap_storages():
+        if dist.get_world_size() > 1 and _torch.swap_storages is not None:
             assert not torch.isfinite(kept[0].clone()).any()
         for weight in (kept[0], kept[0].detach()):
             for touch in (*TOUCHES.values(), torch.exp, torch.norm, lambda w: w + 1, torch.sort):
