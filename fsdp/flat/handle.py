@@ -317,12 +317,28 @@ class FlatParamHandle(ExposedParams):
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
         out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
 
-    def remember_version(self) -> None:
-        """Note the values a forward is about to use."""
-        self._version = _torch.sum_of_versions(self.exposed)
+    def follow_versions(self) -> None:
+        """A forward is about to use the leaves, or a backward what one has saved of them; while they are filled.
+
+        Where the parameters were written in place since the last time, autograd must refuse what graphs have saved of
+        the leaves: leaves are filled with the new values, or have been over the shard all the time, past its counters.
+        """
+        version = _torch.sum_of_versions(self.exposed)
+        if version != self._version:
+            if self._version is not None:
+                leaves = tuple(self.unsharded.leaves)
+                written = _torch.sum_of_versions(leaves) - self._leaf_versions
+                _torch.set_versions(leaves, tuple([v + 1 for v in _torch.versions(leaves)]))
+                self._leaf_versions = _torch.sum_of_versions(leaves) - written
+            self._version = version
+
+    def forget_versions(self) -> None:
+        """The parameters were written past their counters."""
+        if self._version is not None:
+            self._version = -1
 
     def changed_since_forward(self) -> bool:
-        """Whether the shard has been written in place since :meth:`remember_version`."""
+        """Whether the parameters have been written in place since :meth:`follow_versions`."""
         return self._version not in (None, _torch.sum_of_versions(self.exposed))
 
     @property

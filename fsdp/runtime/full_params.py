@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import _torch
 from ..comm.collectives import Gather
 from ..errors import UnsupportedError, describe
 from ..flat.handle import FlatParamHandle
@@ -74,6 +75,7 @@ class _Summoned:
         grads = self._gather_grads() if with_grads else {}
         self._stashed = [[param.grad for param in handle.exposed] for handle in unit.handles]
         unit.summoned = True
+        self._versions: dict[FlatParamHandle, int] = {}
         if not show:
             return
         has_grads = any(grad is not None for held in self._stashed for grad in held)
@@ -84,6 +86,7 @@ class _Summoned:
             for param in handle.exposed:
                 param.grad = None
             handle.expose_full(shown)
+            self._versions[handle] = _version_of_whole(handle)
             if handle in grads:
                 grad = grads[handle]
                 grad.whole = grad.whole.to(shown.device)
@@ -103,6 +106,8 @@ class _Summoned:
             self._unit.handles, self._shown, self._stashed, strict=True
         ):
             if writeback or handle.layout.world_size == 1:
+                if _version_of_whole(handle) != self._versions[handle]:
+                    handle.forget_versions()
                 handle.absorb_full(shown)
             if shown.data_ptr() != handle.shard.data_ptr() and (
                 writeback or handle.layout.world_size == 1
@@ -148,6 +153,10 @@ class _Summoned:
         for param, grad in zip(handle.exposed, handle.split_shard(own), strict=True):
             if param.grad is not None:
                 param.grad.copy_(grad)
+
+
+def _version_of_whole(handle: FlatParamHandle) -> int:
+    return _torch.sum_of_versions([managed.param for managed in handle.params])
 
 
 def _shard_grad(unit: Unit, handle: FlatParamHandle) -> torch.Tensor:

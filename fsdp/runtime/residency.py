@@ -431,10 +431,11 @@ class ResidentUnit(ABC):
                     unit=self.name,
                 )
 
-    def remember_versions(self) -> None:
-        """A forward with gradients has ended: its backward must find the values of now."""
-        for handle in self._gathered:
-            handle.remember_version()
+    def _follow_versions(self) -> None:
+        """Have autograd refuse graphs over values that were written over since (see :meth:`_check_unchanged`)."""
+        if not self.in_full_precision:  # no backward follows on these leaves
+            for handle in self.handles:
+                handle.follow_versions()
 
     def _launch_gather(self) -> Work:
         for handle in self._gathered:

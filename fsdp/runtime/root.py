@@ -351,8 +351,6 @@ class Root:
             for unit in self.units:
                 if unit.residency is GATHERING and not self.lockstep.on:
                     unit.reshard()
-                if self.entered_with_grad:
-                    unit.remember_versions()
             self.streams.end_step()
 
     def reshards_after_forward(self, unit: Unit) -> bool:

@@ -260,6 +260,7 @@ class Unit(ResidentUnit):
                 self.start_unshard()
             self.root.prefetch_forward(self)
             self.wait_unshard()
+            self._follow_versions()
             self._remember_values()
             self._aliases = self._count_aliases()
         self._active += 1
@@ -436,6 +437,7 @@ class Unit(ResidentUnit):
             root.prefetch_backward(self)
         if self.residency is not SHARDED:
             self.wait_unshard()
+            self._follow_versions()
             # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
             self._offer_leaves()
 

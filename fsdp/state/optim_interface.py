@@ -187,6 +187,9 @@ class OptimStateInterface:
     ) -> dict[str, Any]:
         """This rank's part of a whole state that every rank has, to be given to ``optim.load_state_dict``.
 
+        Parameters that no wrapper manages and the state does not name are left out: add their numbers, and state if
+        there is any, before loading; ``optim.load_state_dict`` refuses the dict without.
+
         Collective: none.
 
         Args:
@@ -199,7 +202,7 @@ class OptimStateInterface:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
         source = _source(model, optim_input, optim)
-        return _to_load(model, source, full_optim_state_dict)
+        return _to_load(model, source, full_optim_state_dict, caller_completes=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -209,6 +212,8 @@ class OptimStateInterface:
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a state of DTensors, to be given to ``optim.load_state_dict``.
+
+        Parameters that no wrapper manages are left out as by :meth:`shard_full_optim_state_dict`.
 
         Collective: every rank of every unit's process group; one launch a unit.
 
@@ -222,7 +227,7 @@ class OptimStateInterface:
             CheckpointError: If the dict does not fit; it names the parameter.
         """
         source = _source(model, optim_input, optim)
-        return _to_load(model, source, sharded_optim_state_dict)
+        return _to_load(model, source, sharded_optim_state_dict, caller_completes=True)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -250,7 +255,12 @@ class OptimStateInterface:
         """
         source = _source(model, optim_input, optim)
         return scatter_optim_state(
-            model, _units_in(model), source, full_optim_state_dict, group or _group_of_all(model)
+            model,
+            _units_in(model),
+            source,
+            full_optim_state_dict,
+            group or _group_of_all(model),
+            caller_completes=True,
         )
 
     @staticmethod
@@ -306,6 +316,8 @@ def _to_load(
     model: nn.Module,
     source: torch.optim.Optimizer | Iterable[Any],
     saved: Mapping[str, Any] | None,
+    *,
+    caller_completes: bool = False,
 ) -> dict[str, Any]:
     if saved is None:
         raise CheckpointError(
@@ -316,7 +328,9 @@ def _to_load(
         )
     saved = _with_dtensors(saved)
     meshes = _meshes(model) if _has_dtensors(saved) else None
-    return optim_state_to_load(model, _units_in(model), source, saved, meshes)
+    return optim_state_to_load(
+        model, _units_in(model), source, saved, meshes, caller_completes=caller_completes
+    )
 
 
 def _with_dtensors(saved: Any) -> Any:

@@ -14,7 +14,13 @@ from ..runtime.held import Held, held_params
 from ..runtime.unit import Unit
 from .elsewhere import find_elsewhere
 from .optim_elsewhere import without_elsewhere
-from .optim_names import SavedState, groups_to_load, in_canonical_names, is_elementwise
+from .optim_names import (
+    SavedState,
+    groups_to_load,
+    in_canonical_names,
+    is_elementwise,
+    without_unmanaged,
+)
 from .optim_pieces import flats_from_slices
 from .optim_view import Form, LocalKey, OptimizerView, copy_of, view_of
 from .sharded import local_part, placements_of, whole_tensor
@@ -36,6 +42,8 @@ def optim_state_to_load(
     source: torch.optim.Optimizer | Iterable[Any],
     saved: Mapping[str, Any],
     meshes: Mapping[Unit, DeviceMesh] | None = None,
+    *,
+    caller_completes: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a canonical state, in the form ``optimizer.load_state_dict`` takes.
 
@@ -50,6 +58,7 @@ def optim_state_to_load(
         source: The optimizer, or the parameters (or groups) it would be built from.
         saved: The state; the same on every rank; not changed.
         meshes: For each unit the mesh of its axes; DTensors on others are gathered one by one.
+        caller_completes: Leave out what no wrapper manages and ``saved`` does not name, instead of refusing it.
 
     Raises:
         CheckpointError: If it does not fit; names the parameter.
@@ -59,6 +68,8 @@ def optim_state_to_load(
     elsewhere = find_elsewhere(model, units, [item.fqn for item in held])
     if elsewhere is not None:
         saved = without_elsewhere(saved, elsewhere)
+    if caller_completes:
+        view = without_unmanaged(held, view, saved)
     named = in_canonical_names(held, view, saved)
     plan = plan_load(held, view, named)
     return plan.cut(_parts_from_slices(held, view, named.state, meshes or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,13 @@ from ..names import clean_tensor_name
 from ..runtime.held import Held
 from .optim_view import OptimizerView, copy_of
 
-__all__ = ["SavedState", "groups_to_load", "in_canonical_names", "is_elementwise"]
+__all__ = [
+    "SavedState",
+    "groups_to_load",
+    "in_canonical_names",
+    "is_elementwise",
+    "without_unmanaged",
+]
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
@@ -74,6 +80,34 @@ def in_canonical_names(
     ]
     _check_complete(held, view, groups)
     return SavedState(state, groups, _counters(held, state))
+
+
+def without_unmanaged(
+    held: Sequence[Held], view: OptimizerView, saved: Mapping[str, Any] | None
+) -> OptimizerView:
+    """The optimizer without the parameters that no wrapper manages and ``saved``, keyed by name, does not name.
+
+    What is made for such a view is for the caller to complete: the optimizer itself refuses it as it is.
+    """
+    if not isinstance(saved, Mapping) or not _has_content(saved):
+        return view
+    keys = {key for group in saved.get("param_groups", ()) for key in group["params"]}
+    keys.update(saved["state"])
+    named = {clean_tensor_name(key) for key in keys if isinstance(key, str)}
+    out = {
+        item.fqn
+        for item in held
+        if item.unit is None and named.isdisjoint([item.fqn, *item.aliases])
+    }
+    if len(named) < len(keys) or not out:
+        return view
+    absent = {key.name for key in view.keys if key.items[0].fqn in out}
+    return replace(
+        view,
+        keys=tuple(key for key in view.keys if key.name not in absent),
+        group_keys=[[key for key in keys if key not in absent] for keys in view.group_keys],
+        group_names=[[name for name in names if name not in out] for names in view.group_names],
+    )
 
 
 def _has_content(saved: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from ..runtime.held import Held, held_params
 from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
 from .optim_load import Parts, plan_load
-from .optim_names import SavedState, in_canonical_names, is_elementwise
+from .optim_names import SavedState, in_canonical_names, is_elementwise, without_unmanaged
 from .optim_pieces import as_bytes
 from .optim_view import OptimizerView, copy_of, view_of
 from .tensor_parallel import refuse_tensor_parallel
@@ -32,6 +32,8 @@ def scatter_optim_state(
     source: torch.optim.Optimizer | Iterable[Any],
     full: Mapping[str, Any] | None,
     group: ProcessGroup,
+    *,
+    caller_completes: bool = False,
 ) -> dict[str, Any]:
     """Each rank's part of a state that the first rank of ``group`` has, for ``optimizer.load_state_dict``.
 
@@ -47,6 +49,7 @@ def scatter_optim_state(
         source: The optimizer, or the parameters (or groups) it would be built from.
         full: The state on the first rank; ignored on the others.
         group: Who takes part.
+        caller_completes: Leave out what no wrapper manages and ``full`` does not name, instead of refusing it.
 
     Raises:
         CheckpointError: If the first rank has none or it does not fit; on every rank.
@@ -72,6 +75,8 @@ def scatter_optim_state(
     try:
         view = view_of(model, held, source)
         if group.rank() == 0:
+            if caller_completes:
+                view = without_unmanaged(held, view, full)
             named = _checked(held, view, full)
             outline = _outline(held, named)
     except FsdpError as error:
@@ -79,6 +84,8 @@ def scatter_optim_state(
     outline = _first_ones(outline, problem, group)
     plan = None
     try:
+        if view is not None and caller_completes:
+            view = without_unmanaged(held, view, _as_dict(outline))
         plan = None if view is None else plan_load(held, view, outline)
     except FsdpError as error:
         problem = error
@@ -121,6 +128,11 @@ def _outline(held: Sequence[Held], named: SavedState) -> SavedState:
             for name, value in values.items()
         }
     return SavedState(state, named.groups, named.counters)
+
+
+def _as_dict(state: SavedState) -> dict[str, Any]:
+    groups = {} if state.groups is None else {"param_groups": state.groups}
+    return {"state": state.state, **groups}
 
 
 def _first_ones(

@@ -466,3 +466,78 @@ def test_functional_transforms_are_refused_and_leave_the_parameters_alone(
     world_size, use_orig_params
 ):
     run_ranks(transformed, world_size, use_orig_params)
+
+
+def step_in_place(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+
+
+def summon_and_write(model):
+    with FSDP.summon_full_params(model):
+        step_in_place(model)
+
+
+def load(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def train_again(model):
+    model(batch(0, 1))
+
+
+def evaluate(model):
+    with torch.no_grad():
+        model(batch(0, 1))
+
+
+def run_stale_graphs(strategy):
+    for orig in EXPOSURES:
+        for change in (step_in_place, summon_and_write, load):
+            for between in (None, train_again, evaluate):
+                model = wrap(build(), use_orig_params=orig, sharding_strategy=strategy)
+                model(batch(0)).sum().backward()
+                loss = model(batch(0)).square().sum()
+                change(model)
+                if between is not None:
+                    between(model)
+                with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace)"):
+                    loss.backward()
+                # What nobody has written to is as good as ever.
+                model.zero_grad()
+                first, second = model(batch(0)).sum(), model(batch(0, 1)).sum()
+                with FSDP.summon_full_params(model):
+                    pass
+                evaluate(model)
+                (first + second).backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+def test_a_backward_over_values_that_were_written_over_is_refused_as_autograd_does(
+    world_size, strategy
+):
+    """By a step, a load or in ``summon_full_params``, with other forwards after it or none."""
+    run_ranks(run_stale_graphs, world_size, strategy)
+
+
+def run_checkpointed_in_turns():
+    for orig in EXPOSURES:
+        model = wrap(build(), use_orig_params=orig)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, reentrant in enumerate((True, None, True, False, True)):
+            x = batch(dist.get_rank(), step).requires_grad_()
+            if reentrant is None:
+                out = model(x)
+            else:
+                out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+            out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_checkpointed_and_plain_forwards_of_the_model_may_take_turns(world_size):
+    """A reentrant checkpoint's forward runs without gradients, and the one before it was over older values."""
+    run_ranks(run_checkpointed_in_turns, world_size)

@@ -347,3 +347,40 @@ def test_a_state_without_groups_stays_without(form):
 
 def test_named_optimizers_get_and_give_names():
     run_ranks(named_optimizer, 2)
+
+
+def completed_by_the_caller(form):
+    """A parameter beside the wrappers is new: the older functions leave it out, the optimizer wants it named."""
+    model, optimizer = trained(form)
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    wider = wrap(form)
+    wider.register_parameter("extra", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+    fresh = OPTIMIZERS["adam-amsgrad"](wider.parameters())
+    number = list(wider.parameters()).index(wider.extra)
+    for load in (
+        lambda: FSDP.shard_full_optim_state_dict(state, wider, optim=fresh),
+        lambda: FSDP.shard_full_optim_state_dict(state, wider, list(wider.parameters())),
+        lambda: FSDP.flatten_sharded_optim_state_dict(sharded, wider, optim=fresh),
+        lambda: FSDP.scatter_full_optim_state_dict(
+            state if dist.get_rank() == 0 else None, wider, optim=fresh
+        ),
+    ):
+        part = load()
+        assert number not in part["state"]
+        assert number not in part["param_groups"][0]["params"]
+        with pytest.raises(ValueError, match="size of optimizer's group"):
+            fresh.load_state_dict(part)
+        part["param_groups"][0]["params"].insert(number, number)
+        fresh.load_state_dict(part)
+        kept = {old + (old >= number) for old in optimizer.state_dict()["state"]}
+        assert set(fresh.state_dict()["state"]) == kept
+    with pytest.raises(CheckpointError, match="does not name: 'extra'"):
+        FSDP.optim_state_dict_to_load(wider, fresh, state)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:The `optim_input`:FutureWarning")
+def test_what_no_wrapper_manages_is_left_to_the_caller_by_the_older_functions(world_size, orig):
+    run_ranks(completed_by_the_caller, world_size, Form(world_size, orig, beside=True))
