@@ -1,7 +1,7 @@
 """What goes into a checkpoint, as one flat dict: this rank's parts of tensors, and pickled values.
 
 What every rank holds whole (buffers, ignored parameters, scalars) is the first rank's.
-Nothing is gathered: parameters and optimizer state come as slices, cut by the function that makes sharded state dicts.
+Nothing is gathered, moved or copied: parameters and optimizer state are what this rank's shards hold, where they lie.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ from torch import nn
 
 from ..config import ShardedStateDictConfig, StateDictType
 from ..errors import ConfigTypeError
+from ..flat.handle import FlatParamHandle
+from ..flat.tensor_parallel import is_distributed
 from ..names import clean_tensor_name
 from ..runtime.held import held_params, units_in
-from ..state.elsewhere import Elsewhere, find_elsewhere
-from ..state.model import Delivery, delivering
-from ..state.optim_elsewhere import scalars_of_all
+from ..state.elsewhere import find_elsewhere
+from ..state.model import standing_in
+from ..state.optim_in_place import StateInPlace, optim_state_in_place
 from ..wrapper import FullyShardedDataParallel
+from .parts import Part
 from .staging import Staging
 
 __all__ = [
-    "Part",
     "Pickled",
     "Selection",
     "collect",
@@ -37,21 +40,6 @@ __all__ = [
 ]
 
 SCALARS = "optimizer"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """The box of a tensor that this rank holds.
-
-    Attributes:
-        local: The values, on the CPU; empty where this rank has none.
-        shape: Of the whole tensor.
-        offsets: Where the box begins.
-    """
-
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,108 +111,77 @@ def collect(
     units = units_in(model)
     elsewhere = find_elsewhere(model, units, ()) if units else None
     own = frozenset() if elsewhere is None else elsewhere.first_here
-    contents: dict[str, Part | Pickled] = {}
-    for name, value in _model_state(model, wanted, staging).items():
-        key = f"model/{name}"
-        if isinstance(value, Part):
-            contents[key] = value
-        elif rank == 0 or name in own:
-            is_tensor = isinstance(value, torch.Tensor)
-            contents[key] = _part(key, value, staging) if is_tensor else Pickled.of(value)
+
+    def is_mine(name: str, value: Any) -> bool:
+        """Whether this rank writes what no unit manages: a value that ranks have alike, or its part of a DTensor."""
+        return rank == 0 or name in own or is_distributed(value)
+
+    contents = _model_state(model, wanted, is_mine)
     if optimizer is not None:
-        contents |= _optimizer_state(
-            model, optimizer, wanted, staging, elsewhere, is_first=rank == 0
-        )
+        state = optim_state_in_place(model, units, optimizer, elsewhere)
+        contents |= _optimizer_state(state, wanted, is_mine)
+        if rank == 0:
+            others = {fqn: values for fqn, values in state.others.items() if wanted(fqn)}
+            contents[SCALARS] = Pickled.of({"state": others, "param_groups": state.groups})
     contents[f"rng/{rank}"] = Pickled.of(random_state())
+    staged = {
+        key: value.kept(partial(staging.keep, key)) if isinstance(value, Part) else value
+        for key, value in contents.items()
+    }
     staging.finish()
-    return contents
+    return staged
 
 
 def _model_state(
-    model: nn.Module, wanted: Callable[[str], bool], staging: Staging
-) -> dict[str, Any]:
+    model: nn.Module, wanted: Callable[[str], bool], is_mine: Callable[[str, Any], bool]
+) -> dict[str, Part | Pickled]:
+    """What this rank writes of parameters, buffers and extra state, under the keys of a sharded state dict."""
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    parts: dict[int, Part] = {}
+    managed: dict[torch.Tensor, tuple[FlatParamHandle, int]] = {}
 
-    def keep(key: str, value: torch.Tensor) -> torch.Tensor:
-        part = _part(f"model/{key}", value, staging)
+    def stand_in(handle: FlatParamHandle, index: int) -> torch.Tensor:
         marker = torch.empty(0, device="meta")
-        parts[id(marker)] = part
-        markers.append(marker)
+        managed[marker] = (handle, index)
         return marker
 
-    markers: list[torch.Tensor] = []
     hooks = [wrapper._state_hooks for wrapper in wrappers]  # noqa: SLF001 of this package
     config = ShardedStateDictConfig()
     with (
         FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config),
-        delivering(hooks, Delivery(wanted, keep)),
+        standing_in(hooks, stand_in),
     ):
         state = model.state_dict()
-    return {
-        clean_tensor_name(name): parts.get(id(value), value)
-        for name, value in state.items()
-        if wanted(clean_tensor_name(name))
-    }
-
-
-def _optimizer_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    wanted: Callable[[str], bool],
-    staging: Staging,
-    elsewhere: Elsewhere | None,
-    *,
-    is_first: bool,
-) -> dict[str, Part | Pickled]:
-    saved = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
-    own = frozenset() if elsewhere is None else elsewhere.first_here
     contents: dict[str, Part | Pickled] = {}
-    others: dict[str, dict[str, Any]] = {}
-    for fqn, values in saved["state"].items():
-        if not wanted(fqn):
+    for full_name, value in state.items():
+        name = clean_tensor_name(full_name)
+        if not wanted(name):
             continue
-        others[fqn] = {}
-        for name, value in values.items():
-            key = f"optimizer/{name}/{fqn}"
-            is_slices = isinstance(value, torch.Tensor) and _is_distributed(value)
-            is_mine = is_first or fqn in own
-            if is_slices or (isinstance(value, torch.Tensor) and value.dim() and is_mine):
-                contents[key] = _part(key, value, staging)
-            elif not isinstance(value, torch.Tensor) or not value.dim():
-                others[fqn][name] = value
-    if elsewhere is not None:
-        scalars = scalars_of_all(saved["state"], elsewhere)
-        others |= {fqn: values for fqn, values in scalars.items() if wanted(fqn)}
-    if is_first:
-        groups = saved["param_groups"]
-        contents[SCALARS] = Pickled.of({"state": others, "param_groups": groups})
+        if isinstance(value, torch.Tensor) and value in managed:
+            contents[f"model/{name}"] = _shard_of(*managed[value])
+        elif is_mine(name, value):
+            is_tensor = isinstance(value, torch.Tensor)
+            contents[f"model/{name}"] = Part.of_tensor(value) if is_tensor else Pickled.of(value)
     return contents
 
 
-def _is_distributed(value: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
+def _shard_of(handle: FlatParamHandle, index: int) -> Part:
+    """This rank's piece of a parameter."""
+    span = handle.pieces[index].in_shard
+    return Part.of_piece(handle, index, handle.shard[span.start : span.stop])
 
-    return isinstance(value, DTensor)
 
-
-def _part(key: str, value: torch.Tensor, staging: Staging) -> Part:
-    """What this rank has of ``value``, kept by ``staging``."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    shape = tuple(value.shape)
-    offsets, lengths = [0] * len(shape), list(shape)
-    local = value
-    if isinstance(value, DTensor):
-        local = value.to_local()
-        for axis, placement in enumerate(value.placements):
-            if isinstance(placement, Shard):  # of what the axes before have left to this rank
-                length = lengths[placement.dim]
-                per_rank = -(-length // value.device_mesh.size(axis))
-                start = min(value.device_mesh.get_local_rank(axis) * per_rank, length)
-                offsets[placement.dim] += start
-                lengths[placement.dim] = min(per_rank, length - start)
-    return Part(staging.keep(key, local.detach()), shape, tuple(offsets))
+def _optimizer_state(
+    state: StateInPlace, wanted: Callable[[str], bool], is_mine: Callable[[str, Any], bool]
+) -> dict[str, Part | Pickled]:
+    """The tensors that this rank writes of an optimizer's state."""
+    parts = {place: Part.of_piece(*piece) for place, piece in state.pieces.items()}
+    parts |= {place: Part.of_tensor(value) for place, value in state.wholes.items()}
+    parts |= {
+        (fqn, name): Part.of_tensor(value)
+        for (fqn, name), value in state.copies.items()
+        if is_mine(fqn, value)
+    }
+    return {f"optimizer/{name}/{fqn}": part for (fqn, name), part in parts.items() if wanted(fqn)}
 
 
 # -- extra -------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .contents import Part, Pickled, Selection, collect, pickled_extra
+from .contents import Pickled, Selection, collect, pickled_extra
 from .folder import Place
+from .parts import Part
 from .ranks import Ranks
 from .staging import Direct, HostBuffers, Staging
 from .storage import ContentsPlanner, FolderWriter

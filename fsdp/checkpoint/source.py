@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..flat.layout import Slot, Span
+from .boxes import run_of
 from .manifest import Chunk, Manifest, TensorEntry, dtype_named
 from .raw import DataFiles, memory_of
 
@@ -55,29 +56,38 @@ class Source(AbstractContextManager["Source"]):
         """All of the tensor ``key``, on the CPU."""
         entry = self.entry(key)
         result = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-        if _is_by_rows(entry):
-            self._read_flat(key, entry, Span(0, entry.numel), result.view(-1))
-            return result
+        everything = Span(0, entry.numel)
         for chunk in entry.chunks:
-            box = torch.empty(chunk.sizes, dtype=result.dtype)
-            self.files.read(chunk.stored, 0, memory_of(box), key)
+            run = run_of(entry.shape, chunk.offsets, chunk.sizes)
+            if run is not None:
+                self._read_run(key, chunk, run, everything, result.view(-1))
+                continue
             place = tuple(
                 slice(start, start + size)
                 for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
             )
-            result[place] = box
+            result[place] = self.box(key, chunk)
         return result
+
+    def box(self, key: str, chunk: Chunk) -> torch.Tensor:
+        """All of one chunk of the tensor ``key``, on the CPU."""
+        box = torch.empty(chunk.sizes, dtype=dtype_named(self.entry(key).dtype))
+        self.files.read(chunk.stored, 0, memory_of(box), key)
+        return box
 
     def piece(self, key: str, slot: Slot, span: Span) -> torch.Tensor:
         """Elements ``span`` of the tensor ``key``, counted in the memory order of ``slot``: ``[n]`` on the CPU.
 
-        Only the bytes wanted are read where both the slot and the chunks are in row-major order; the whole tensor
-        otherwise.
+        Only the bytes wanted are read where the slot is in row-major order and each chunk is a run in it; the whole
+        tensor otherwise.
         """
         entry = self.entry(key)
-        if is_row_major(slot) and _is_by_rows(entry):
+        runs = [run_of(entry.shape, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        if is_row_major(slot) and None not in runs:
             result = torch.empty(span.numel, dtype=dtype_named(entry.dtype))
-            self._read_flat(key, entry, span, result)
+            for chunk, run in zip(entry.chunks, runs, strict=True):
+                if run is not None:
+                    self._read_run(key, chunk, run, span, result)
             return result
         whole = self.whole(key).reshape(slot.shape)
         ordered = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype).copy_(whole)
@@ -109,20 +119,18 @@ class Source(AbstractContextManager["Source"]):
         self.files.read(stored, 0, memoryview(data), key)
         return data
 
-    def _read_flat(self, key: str, entry: TensorEntry, span: Span, out: torch.Tensor) -> None:
-        """Read elements ``span`` in row-major order from chunks of whole rows."""
-        memory, width = memory_of(out), out.element_size()
-        for chunk in entry.chunks:
-            held = _flat_span(entry, chunk)
-            part = held.clip(span)
-            if part.numel:
-                target = part.shift(-span.start)
-                self.files.read(
-                    chunk.stored,
-                    (part.start - held.start) * width,
-                    memory[target.start * width : target.stop * width],
-                    key,
-                )
+    def _read_run(self, key: str, chunk: Chunk, run: Span, span: Span, out: torch.Tensor) -> None:
+        """Read what ``chunk``, the elements ``run``, has of the elements ``span``, to their places in ``out``."""
+        part = run.clip(span)
+        if part.numel:
+            width = out.element_size()
+            target = part.shift(-span.start)
+            self.files.read(
+                chunk.stored,
+                (part.start - run.start) * width,
+                memory_of(out)[target.start * width : target.stop * width],
+                key,
+            )
 
 
 def is_row_major(slot: Slot) -> bool:
@@ -133,16 +141,3 @@ def is_row_major(slot: Slot) -> bool:
             return False
         step *= size
     return True
-
-
-def _is_by_rows(entry: TensorEntry) -> bool:
-    """Whether every chunk is whole in all dimensions but the first."""
-    return all(chunk.sizes[1:] == entry.shape[1:] for chunk in entry.chunks)
-
-
-def _flat_span(entry: TensorEntry, chunk: Chunk) -> Span:
-    """The elements of a chunk of whole rows, in row-major order."""
-    if not entry.shape:
-        return Span(0, 1)
-    row = torch.Size(entry.shape[1:]).numel()
-    return Span(chunk.offsets[0] * row, (chunk.offsets[0] + chunk.sizes[0]) * row)

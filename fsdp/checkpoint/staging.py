@@ -13,18 +13,18 @@ class Staging(Protocol):
     """Takes tensors one after another; they are complete after :meth:`finish`."""
 
     def keep(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        """A contiguous CPU tensor that has, or will have, the values of ``value``."""
+        """A tensor that has, or will have, the values of ``value`` until they are written."""
 
     def finish(self) -> None:
         """Wait until all are complete."""
 
 
 class Direct:
-    """For a save that waits for the disk: nothing changes meanwhile, so what is on the host is not copied."""
+    """For a save that waits for the disk: nothing changes meanwhile, so nothing is copied."""
 
     def keep(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        """``value`` itself where it is contiguous on the CPU."""
-        return value.cpu().contiguous()
+        """``value`` itself, wherever it is."""
+        return value
 
     def finish(self) -> None:
         """Nothing is under way."""

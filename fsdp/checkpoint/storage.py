@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint writes and reads our folders: the plan, the writer, the reader.
 
-torch's planner decides who writes what that several ranks hold, and its driver makes every rank learn of any rank's
-failure in each phase; bytes, checksums and the commit are ours.
+torch's planner checks that boxes tile their tensors, and its driver makes every rank learn of any rank's failure in
+each phase; who writes what several ranks hold, bytes, checksums and the commit are ours.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .contents import Part, Pickled
+from .boxes import Box
+from .contents import Pickled
 from .folder import Place
 from .manifest import Chunk, Manifest, Stored, TensorEntry, dtype_named
+from .parts import Part
 from .raw import memory_of, write_run
 from .source import Source
 
@@ -51,7 +53,7 @@ __all__ = ["CheckpointReader", "ContentsPlanner", "FolderWriter"]
 
 
 class ContentsPlanner(DefaultSavePlanner):
-    """Plans a save of :class:`Part` and :class:`Pickled` values; torch's own spreads and deduplicates them."""
+    """Plans a save of :class:`Part` and :class:`Pickled` values: an item for each box, written by one rank."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -66,32 +68,64 @@ class ContentsPlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each value of which this rank has anything."""
-        items = []
+        """What this rank has: one item for each box, and for each pickled value."""
+        items: list[WriteItem] = []
         for key, value in self._contents.items():
             if isinstance(value, Pickled):
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
-            elif value.local.numel() or not torch.Size(value.shape).numel():
-                items.append(_tensor_item(key, value))
+            else:
+                items += [_tensor_item(key, value, box) for box in value.boxes]
         self.plan = SavePlan(items)
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first rank: divide what several ranks have, then see that boxes tile each tensor, as torch does."""
+        return super().create_global_plan(_divided(all_plans))
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The values of one item."""
+        """The values of one item, on the host; a copy of those that lie elsewhere or in another order."""
         value = self._contents[write_item.index.fqn]
-        return io.BytesIO(value.data) if isinstance(value, Pickled) else value.local
+        if isinstance(value, Pickled):
+            return io.BytesIO(value.data)
+        assert write_item.index.offset is not None
+        return value.values(write_item.index.offset)
 
 
-def _tensor_item(key: str, part: Part) -> WriteItem:
-    is_empty = not torch.Size(part.shape).numel()  # then one rank writes it for all
-    offsets = torch.Size([0] * len(part.shape)) if is_empty else torch.Size(part.offsets)
-    sizes = torch.Size(part.shape) if is_empty else part.local.shape
+def _divided(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Each item in the plan of one rank only, of those that have it: the one with the fewest bytes so far."""
+    holders: dict[MetadataIndex, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+    nbytes = [0] * len(plans)
+    taken: list[set[MetadataIndex]] = [set() for _ in plans]
+    for plan in plans:
+        for item in plan.items:
+            ranks = holders.pop(item.index, ())
+            if ranks:
+                rank = min(ranks, key=nbytes.__getitem__)
+                nbytes[rank] += _nbytes(item)
+                taken[rank].add(item.index)
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if item.index in mine])
+        for plan, mine in zip(plans, taken, strict=True)
+    ]
+
+
+def _nbytes(item: WriteItem) -> int:
+    """What an item takes in a file; of a pickled value that is not known, and little."""
+    data = item.tensor_data
+    return 1 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _tensor_item(key: str, part: Part, box: Box) -> WriteItem:
+    offsets = torch.Size(box.offsets)
     return WriteItem(
         MetadataIndex(key, offsets),
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            ChunkStorageMetadata(offsets, sizes),
-            TensorProperties(part.local.dtype),
+            ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+            TensorProperties(part.memory.dtype),
             torch.Size(part.shape),
         ),
     )
@@ -257,27 +291,22 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each item's chunk, verified, and hand over the box that is wanted of it."""
+        chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._source.verified_bytes(key)))
                 continue
+            if key not in chunks:
+                chunks[key] = {chunk.offsets: chunk for chunk in self._source.entry(key).chunks}
+            chunk = chunks[key][tuple(item.storage_index.offset or ())]
+            wanted = tuple(
+                slice(start, start + size)
+                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+            )
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._box(key, item.storage_index, item.storage_offsets, item.lengths))
+            target.copy_(self._source.box(key, chunk)[wanted])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _box(
-        self, key: str, index: MetadataIndex, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> torch.Tensor:
-        entry = self._source.entry(key)
-        wanted = tuple(index.offset or ())
-        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == wanted)
-        whole = torch.empty(chunk.sizes, dtype=dtype_named(entry.dtype))
-        self._source.files.read(chunk.stored, 0, memory_of(whole), key)
-        place = tuple(
-            slice(start, start + size) for start, size in zip(offsets, lengths, strict=True)
-        )
-        return whole[place]

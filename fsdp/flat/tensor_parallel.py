@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .layout import Slot
+from .layout import Slot, Span
 from .sharing import ManagedParam
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ class TensorShard:
         """This rank's place among them."""
         return self.mesh.get_local_rank()
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole, along each dimension."""
+        offsets = [0] * len(self.shape)
+        if self.is_cut:
+            offsets[self.placement.dim] = self._cut().start
+        return tuple(offsets)
+
     def view(self, local: torch.Tensor) -> DTensor:
         """The whole parameter, of which this rank holds ``local``.  Collective: none; no copy."""
         from torch.distributed.tensor import DTensor
@@ -86,11 +94,8 @@ class TensorShard:
         """This rank's part of ``whole``; a view.  Collective: none."""
         if not self.is_cut:
             return whole
-        dim, ranks = self.placement.dim, self.mesh.size()
-        whole = whole.reshape(self.shape)
-        each = -(-self.shape[dim] // ranks)
-        start = min(self.rank * each, self.shape[dim])
-        return whole.narrow(dim, start, min(each, self.shape[dim] - start))
+        cut = self._cut()
+        return whole.reshape(self.shape).narrow(self.placement.dim, cut.start, cut.numel)
 
     def local_of(self, value: torch.Tensor | None) -> torch.Tensor | None:
         """What this rank holds of a DTensor, cut as the parameter is; any other value as it is.
@@ -105,6 +110,13 @@ class TensorShard:
     def whole_slot(self, slot: Slot) -> Slot:
         """``slot`` with the shape and strides of the whole."""
         return Slot(self.shape, self.stride, slot.span)
+
+    def _cut(self) -> Span:
+        """Which indices along the dimension that is cut this rank holds."""
+        length = self.shape[self.placement.dim]
+        each = -(-length // self.mesh.size())
+        start = min(self.rank * each, length)
+        return Span(start, min(start + each, length))
 
 
 def is_distributed(tensor: object) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "RECEIVED",
     "agree",
     "check_loadable",
+    "in_memory_order",
     "local_misfit",
     "misfit",
     "problem_of",
@@ -309,7 +310,7 @@ def _receive(
     pieces = [piece.in_slot.numel if i in keys else 0 for i, piece in enumerate(handle.pieces)]
     if unit.replicate.rank == 0:
         whole = [
-            _in_memory_order(values[keys[index]], slot) if values and index in keys else nothing
+            in_memory_order(values[keys[index]], slot) if values and index in keys else nothing
             for index, slot in enumerate(layout.slots)
         ]
         slots = list(keys)
@@ -324,7 +325,7 @@ def _receive(
             handle.shard[span.start : span.stop].copy_(parts[index])
 
 
-def _in_memory_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
+def in_memory_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The elements of ``value`` in the order in which ``slot`` keeps them, ``[numel]``; a view if they lie so."""
     value = value.detach().reshape(slot.shape)
     if value.stride() != slot.stride:

@@ -45,7 +45,10 @@ from .tensor_parallel import along_data, over_tensor_axis, refuse_tensor_paralle
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Delivery", "StateHooks", "delivering", "keys_in_order"]
+__all__ = ["StandIn", "StateHooks", "keys_in_order", "standing_in"]
+
+StandIn = Callable[[FlatParamHandle, int], torch.Tensor]
+"""What a state dict holds in the place of a parameter, given its handle and its index there."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,26 +60,12 @@ class _Entry:
     name: str
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Delivery:
-    """What a checkpoint wants of a sharded state dict.
-
-    Attributes:
-        wanted: Whether the parameter of this name in the unwrapped model is; nothing is moved of the others.
-        keep: Called with the key and each slice as it comes, so that one unit's slices exist at a time; returns what
-            the dict gets.
-    """
-
-    wanted: Callable[[str], bool]
-    keep: Callable[[str, torch.Tensor], torch.Tensor]
-
-
 class StateHooks:
     """The saving and loading hooks of one unit (see Note [State hooks]).
 
     Attributes:
         settings: What kind of state dict is wanted.
-        delivery: What of a sharded one, and where to; all of it, as new tensors, if None.
+        stand_in: What sharded ones hold instead of slices, for whom they are but a walk; nothing is moved then.
         left_alone: The modules inside the unit that belong to none.
     """
 
@@ -88,7 +77,7 @@ class StateHooks:
         self._slices: dict[tuple[FlatParamHandle, int], torch.Tensor] = {}
         self._loading_local = False
         self.settings = StateDictSettings()
-        self.delivery: Delivery | None = None
+        self.stand_in: StandIn | None = None
         self._entries: dict[nn.Module, list[_Entry]] = {module: [] for module in unit.modules}
         for handle in unit.handles:
             for index, managed in enumerate(handle.params):
@@ -162,7 +151,7 @@ class StateHooks:
             )
         else:
             unit.follow_user_changes()
-        if self._type is StateDictType.SHARDED_STATE_DICT:
+        if self._type is StateDictType.SHARDED_STATE_DICT and self.stand_in is None:
             self._slices = self._cut_into_slices()
 
     def _cut_into_slices(self) -> dict[tuple[FlatParamHandle, int], torch.Tensor]:
@@ -170,29 +159,20 @@ class StateHooks:
             return {
                 (handle, index): self._over_tensor_axis(handle, index, value)
                 for handle in self._unit.handles
-                for index, value in slice_shards(
-                    handle,
-                    handle.shard,
-                    self._unit.shard,
-                    axes_mesh(self._axes, handle.device),
-                    self._wanted_slots(handle),
-                ).items()
+                for index, value in enumerate(
+                    slice_shards(
+                        handle,
+                        handle.shard,
+                        self._unit.shard,
+                        axes_mesh(self._axes, handle.device),
+                    )
+                )
             }
 
     @staticmethod
     def _over_tensor_axis(handle: FlatParamHandle, index: int, value: DTensor) -> DTensor:
         shard = handle.params[index].tensor_shard
         return value if shard is None else over_tensor_axis(value, shard)
-
-    def _wanted_slots(self, handle: FlatParamHandle) -> list[int]:
-        """The parameters of which the delivery wants any name."""
-        delivery = self.delivery
-        return [
-            index
-            for index, managed in enumerate(handle.params)
-            if delivery is None
-            or any(delivery.wanted(join_names(self._unit.name, site.fqn)) for site in managed.sites)
-        ]
 
     def _after_save(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
@@ -255,14 +235,12 @@ class StateHooks:
             self._check_whole(entry, state_dict.get(key), key)
             self._make_whole(entry, state_dict, key)
             self._keep(state_dict, key)
-        elif (entry.handle, entry.index) not in self._slices:
+        elif self._type is StateDictType.LOCAL_STATE_DICT:
             state_dict.pop(key, None)
+        elif self.stand_in is not None:
+            state_dict[key] = self.stand_in(entry.handle, entry.index)
         else:
-            value = self._slices[entry.handle, entry.index]
-            if self.delivery is not None:
-                state_dict[key] = self.delivery.keep(key, value)
-            else:
-                state_dict[key] = self._offloaded(value)
+            state_dict[key] = self._offloaded(self._slices[entry.handle, entry.index])
 
     def _save_local(self, state_dict: dict[str, Any], prefix: str) -> None:
         holders = self._axes.shard or self._axes.replicate
@@ -506,13 +484,13 @@ def _modules_left_alone(unit: Unit) -> list[nn.Module]:
 
 
 @contextmanager
-def delivering(hooks: Iterable[StateHooks], delivery: Delivery) -> Iterator[None]:
-    """Within the context, sharded state dicts of these units hold what ``delivery`` wants.  Collective: none."""
+def standing_in(hooks: Iterable[StateHooks], stand_in: StandIn) -> Iterator[None]:
+    """Within the context, sharded state dicts of these units hold what ``stand_in`` gives.  Collective: none."""
     changed = list(hooks)
     for item in changed:
-        item.delivery = delivery
+        item.stand_in = stand_in
     try:
         yield
     finally:
         for item in changed:
-            item.delivery = None
+            item.stand_in = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,12 +113,8 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def slice_shards(
-    handle: FlatParamHandle,
-    shard: torch.Tensor,
-    collectives: Collectives,
-    mesh: DeviceMesh,
-    slots: Sequence[int] | None = None,
-) -> dict[int, DTensor]:
+    handle: FlatParamHandle, shard: torch.Tensor, collectives: Collectives, mesh: DeviceMesh
+) -> list[DTensor]:
     """This rank's slices of the parameters of ``handle``, or of a state of the same layout, as DTensors.
 
     Collective: every rank of the shard axis; one exchange.  Costs the memory of the slices and of what is sent.
@@ -128,25 +124,20 @@ def slice_shards(
         shard: This rank's flat shard ``[shard_numel]``, of the parameters or of an optimizer state; any dtype.
         collectives: The shard axis.
         mesh: As :func:`axes_mesh` gives it.
-        slots: Which parameters, all if None; nothing is moved of the others.  Equal on every rank.
-
-    Returns:
-        By index of the parameter.
     """
     layout = handle.layout
-    chosen = range(len(layout.slots)) if slots is None else slots
-    if not chosen:
-        return {}
     pieces = [shard.detach()[piece.in_shard.start : piece.in_shard.stop] for piece in handle.pieces]
     local = redistribute(
         pieces,
         flat_spread(layout),
-        only(slice_spread(layout), chosen),
+        slice_spread(layout),
         collectives,
         dtype=shard.dtype,
         device=handle.device,
     )
-    return {index: slice_tensor(layout, handle.rank, index, local[index], mesh) for index in chosen}
+    return [
+        slice_tensor(layout, handle.rank, index, part, mesh) for index, part in enumerate(local)
+    ]
 
 
 def flat_from_slices(
