@@ -44,9 +44,9 @@ def save(
 ) -> Path:
     """Write a checkpoint that any number of ranks can load, with any wrapping, strategy and exposure.
 
-    Every rank writes what it holds into a file of its own; nothing is gathered.  The folder appears when it is whole:
-    a crash at any point leaves earlier checkpoints as they are and this one under ``<path>.incomplete``.  The state
-    of every rank's random generators is saved too.
+    Every rank writes what it holds into a file of its own, from where it lies: nothing is gathered, and no memory is
+    needed.  The folder appears when it is whole: a crash at any point leaves earlier checkpoints as they are and this
+    one under ``<path>.incomplete``.  The state of every rank's random generators is saved too.
 
     Collective: every rank of the model's process group, or of ``process_group``.
 
@@ -59,8 +59,8 @@ def save(
         keep_last: Afterwards keep so many good checkpoints in ``path``'s parent and remove older ones; only such that
             were saved with ``keep_last`` themselves.
         overwrite: Replace a checkpoint that is at ``path``; it stays until the new one is whole.
-        trainable_only: Leave out frozen parameters and buffers; none of their bytes are moved.
-        filter: Leave out names for which this is false; none of their bytes are moved.
+        trainable_only: Leave out frozen parameters and buffers; none of their bytes are touched.
+        filter: Leave out names for which this is false; none of their bytes are touched.
         process_group: Ranks that take part.
 
     Returns:
