@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..config import ShardedStateDictConfig, StateDictType
-from ..errors import ConfigTypeError
+from ..errors import CheckpointError, ConfigTypeError, describe
 from ..flat.handle import FlatParamHandle
 from ..flat.tensor_parallel import is_distributed
 from ..names import clean_tensor_name
@@ -28,6 +28,7 @@ from ..state.model import standing_in
 from ..state.optim_in_place import StateInPlace, optim_state_in_place
 from ..wrapper import FullyShardedDataParallel
 from .parts import Part
+from .ranks import Ranks
 from .staging import Staging
 
 __all__ = [
@@ -92,48 +93,60 @@ class Selection:
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    rank: int,
+    ranks: Ranks,
     selection: Selection,
     staging: Staging,
 ) -> dict[str, Part | Pickled]:
     """This rank's part of the model, the optimizer and the random generators.
 
-    Collective: every rank of every unit's process group.
+    Collective: every rank of every unit's process group; small messages only.
 
     Args:
         model: Wrapped, or holding wrappers, or plain.
         optimizer: Whose state to save.
-        rank: This rank among those that save.
+        ranks: Those that save.
         selection: Which names.
         staging: Where tensors are kept until they are written.
+
+    Raises:
+        CheckpointError: On every rank, if any could not get its part; of the model before the optimizer is looked at.
     """
     wanted = selection.over(model)
     units = units_in(model)
     elsewhere = find_elsewhere(model, units, ()) if units else None
     own = frozenset() if elsewhere is None else elsewhere.first_here
 
-    def is_mine(name: str, value: Any) -> bool:
-        """Whether this rank writes what no unit manages: a value that ranks have alike, or its part of a DTensor."""
-        return rank == 0 or name in own or is_distributed(value)
+    def is_mine(name: str) -> bool:
+        """Whether this rank writes what ranks have alike."""
+        return ranks.rank == 0 or name in own
 
-    contents = _model_state(model, wanted, is_mine)
-    if optimizer is not None:
+    def rest() -> dict[str, Part | Pickled]:
+        found: dict[str, Part | Pickled] = {f"rng/{ranks.rank}": Pickled.of(random_state())}
+        if optimizer is None:
+            return found
         state = optim_state_in_place(model, units, optimizer, elsewhere)
-        contents |= _optimizer_state(state, wanted, is_mine)
-        if rank == 0:
+        if ranks.rank == 0:
             others = {fqn: values for fqn, values in state.others.items() if wanted(fqn)}
-            contents[SCALARS] = Pickled.of({"state": others, "param_groups": state.groups})
-    contents[f"rng/{rank}"] = Pickled.of(random_state())
+            found[SCALARS] = Pickled.of({"state": others, "param_groups": state.groups})
+        return found | _optimizer_state(state, wanted, is_mine)
+
+    contents = ranks.attempt("checkpoint.save", lambda: _model_state(model, wanted, is_mine))
+    return ranks.attempt("checkpoint.save", lambda: _staged(contents | rest(), staging))
+
+
+def _staged(contents: Mapping[str, Part | Pickled], staging: Staging) -> dict[str, Part | Pickled]:
+    """What of ``contents`` this rank has, kept by ``staging``."""
     staged = {
         key: value.kept(partial(staging.keep, key)) if isinstance(value, Part) else value
         for key, value in contents.items()
+        if isinstance(value, Pickled) or value.boxes
     }
     staging.finish()
     return staged
 
 
 def _model_state(
-    model: nn.Module, wanted: Callable[[str], bool], is_mine: Callable[[str, Any], bool]
+    model: nn.Module, wanted: Callable[[str], bool], is_mine: Callable[[str], bool]
 ) -> dict[str, Part | Pickled]:
     """What this rank writes of parameters, buffers and extra state, under the keys of a sharded state dict."""
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
@@ -158,10 +171,31 @@ def _model_state(
             continue
         if isinstance(value, torch.Tensor) and value in managed:
             contents[f"model/{name}"] = _shard_of(*managed[value])
-        elif is_mine(name, value):
+            continue
+        _check_alike(name, value)
+        if is_mine(name):
             is_tensor = isinstance(value, torch.Tensor)
             contents[f"model/{name}"] = Part.of_tensor(value) if is_tensor else Pickled.of(value)
     return contents
+
+
+def _check_alike(name: str, value: Any) -> None:
+    """See that every rank has the same of what no unit manages.
+
+    Raises:
+        CheckpointError: If it is a DTensor that is cut over ranks; on each of them.
+    """
+    if not is_distributed(value) or value.device_mesh.size() == 1:
+        return
+    if not all(placement.is_replicate() for placement in value.placements):
+        raise CheckpointError(
+            describe(
+                f"a DTensor that no wrapper manages is cut over ranks, {value.placements}",
+                fqn=name,
+                remedy="Wrap the module that holds it, or save it with torch.distributed.checkpoint.",
+            ),
+            fqn=name,
+        )
 
 
 def _shard_of(handle: FlatParamHandle, index: int) -> Part:
@@ -171,17 +205,19 @@ def _shard_of(handle: FlatParamHandle, index: int) -> Part:
 
 
 def _optimizer_state(
-    state: StateInPlace, wanted: Callable[[str], bool], is_mine: Callable[[str, Any], bool]
+    state: StateInPlace, wanted: Callable[[str], bool], is_mine: Callable[[str], bool]
 ) -> dict[str, Part | Pickled]:
     """The tensors that this rank writes of an optimizer's state."""
-    parts = {place: Part.of_piece(*piece) for place, piece in state.pieces.items()}
-    parts |= {place: Part.of_tensor(value) for place, value in state.wholes.items()}
-    parts |= {
-        (fqn, name): Part.of_tensor(value)
-        for (fqn, name), value in state.copies.items()
-        if is_mine(fqn, value)
+    mine = {place: value for place, value in state.copies.items() if is_mine(place[0])}
+    parts = {
+        place: Part.of_piece(*piece) for place, piece in state.pieces.items() if wanted(place[0])
     }
-    return {f"optimizer/{name}/{fqn}": part for (fqn, name), part in parts.items() if wanted(fqn)}
+    parts |= {
+        place: Part.of_tensor(value)
+        for place, value in (state.wholes | mine).items()
+        if wanted(place[0])
+    }
+    return {f"optimizer/{name}/{fqn}": part for (fqn, name), part in parts.items()}
 
 
 # -- extra -------------------------------------------------------------------------------------------------------------

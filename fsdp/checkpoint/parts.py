@@ -16,6 +16,7 @@ import torch
 
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import Slot
+from ..state.sharded import local_part
 from .boxes import Box, boxes_of
 
 __all__ = ["Part"]
@@ -57,29 +58,16 @@ class Part:
             )
             for box in boxes_of([slot.shape[dim] for dim in order], span)
         )
-        return _whole_if_empty(Part(memory, handle.whole_shape(index), boxes, order))
+        shape = handle.whole_shape(index)
+        # A tensor without elements is one box, which one rank writes for all.
+        return Part(memory, shape, boxes if math.prod(shape) else (_everything(shape),), order)
 
     @staticmethod
     def of_tensor(value: torch.Tensor) -> Part:
-        """All of a plain tensor; this rank's part of a DTensor."""
-        from torch.distributed.tensor import DTensor, Shard
-
+        """All of a tensor, or of a DTensor that every rank has alike."""
         shape = tuple(value.shape)
-        offsets, lengths = [0] * len(shape), list(shape)
-        local = value.detach()
-        if isinstance(value, DTensor):
-            local = value.to_local().detach()
-            for axis, placement in enumerate(value.placements):
-                if isinstance(placement, Shard):  # of what the axes before have left to this rank
-                    length = lengths[placement.dim]
-                    per_rank = -(-length // value.device_mesh.size(axis))
-                    start = min(value.device_mesh.get_local_rank(axis) * per_rank, length)
-                    offsets[placement.dim] += start
-                    lengths[placement.dim] = min(per_rank, length - start)
-        box = Box(tuple(offsets), tuple(lengths))
-        order = tuple(range(len(shape)))
-        part = Part(local.reshape(-1), shape, (box,) if box.numel else (), order)
-        return _whole_if_empty(part)
+        memory = local_part(value).detach().reshape(-1)
+        return Part(memory, shape, (_everything(shape),), tuple(range(len(shape))))
 
     def kept(self, keep: Callable[[torch.Tensor], torch.Tensor]) -> Part:
         """The same with what ``keep`` makes of its memory."""
@@ -109,8 +97,6 @@ def _put_back(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(value for _, value in sorted(zip(order, values, strict=True)))
 
 
-def _whole_if_empty(part: Part) -> Part:
-    """A tensor without elements is one box, which one rank writes for all."""
-    if math.prod(part.shape):
-        return part
-    return replace(part, boxes=(Box((0,) * len(part.shape), part.shape),))
+def _everything(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a tensor.  Pure."""
+    return Box((0,) * len(shape), shape)

@@ -198,13 +198,11 @@ def _taken(
     """Everything this rank is to write, once every rank has its part.
 
     Raises:
-        CheckpointError: If any rank could not get its part; what is wrong with ``extra`` comes before any tensor moves.
+        CheckpointError: If any rank could not get its part; what is wrong with ``extra`` comes first.
     """
     ranks.enter("checkpoint.save")
     pickled = ranks.attempt("checkpoint.save", lambda: pickled_extra(extra, ranks.rank))
-    return pickled | ranks.attempt(
-        "checkpoint.save", lambda: collect(model, optimizer, ranks.rank, selection, staging)
-    )
+    return pickled | collect(model, optimizer, ranks, selection, staging)
 
 
 def _place(path: str | os.PathLike[str], keep_last: int | None, *, overwrite: bool) -> Place:

@@ -139,14 +139,26 @@ class Stubborn(torch.nn.Linear):
 def fails_before_writing(parent, what):
     started = time.monotonic()
     extra = {"step": lambda: 1} if what == "extra" else {"step": 1}
-    model = Stubborn(2, 2) if what == "model" else torch.nn.Linear(2, 2)
+    model = FSDP(Stubborn(2, 2) if what == "model" else torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if what == "optimizer" and dist.get_rank() == 1:
+        optimizer.state.clear()
     with pytest.raises(Exception, match=r"rank|pickle|not from me") as caught:
-        checkpoint.save(Path(parent) / "new", FSDP(model), None, extra)
+        checkpoint.save(Path(parent) / "new", model, optimizer, extra)
     assert time.monotonic() - started < 20
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "reason"), [("extra", "lambda"), ("model", "not from me")])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("extra", "lambda"),
+        ("model", "not from me"),
+        ("optimizer", "ranks differ in what optimizer state"),
+    ],
+)
 def test_what_can_not_be_saved_is_an_error_on_every_rank(tmp_path, what, reason):
     for message in run_ranks(fails_before_writing, 2, tmp_path, what):
         assert reason in message

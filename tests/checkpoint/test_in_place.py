@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy, checkpoint
 from fsdp.checkpoint.source import Source
+from fsdp.errors import CheckpointError
 from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.checkpoint.support import assert_same, whole
@@ -223,24 +224,21 @@ def test_ranks_share_the_writing_evenly(tmp_path, strategy):
 
 
 def divided_by_users(path):
-    """A plain module of DTensors: every rank writes its own part of them."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    torch.manual_seed(0)
-    values = {"x": torch.randn(5, 6), "y": torch.randn(3), "z": torch.randn(2, 2)}
-    placements = {
-        "x": (Shard(0), Shard(1)),
-        "y": (Shard(0), Shard(0)),
-        "z": (Replicate(), Shard(1)),
-    }
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     model = nn.Module()
-    for name, value in values.items():
-        param = nn.Parameter(distribute_tensor(value, mesh, placements[name]))
-        model.register_parameter(name, param)
-    checkpoint.save(path, model)
+    alike, cut = torch.arange(3.0), torch.arange(3.0)
+    model.register_parameter("alike", nn.Parameter(distribute_tensor(alike, mesh, [Replicate()])))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.alike.sum().backward()
+    optimizer.step()
+    checkpoint.save(path, model, optimizer)
     with Source(path) as source:
-        for name, value in values.items():
-            assert torch.equal(source.whole(f"model/{name}"), value)
+        assert torch.equal(source.whole("model/alike"), model.alike.to_local())
+        assert source.whole("optimizer/momentum_buffer/alike").tolist() == [1.0] * 3
+    model.register_parameter("cut", nn.Parameter(distribute_tensor(cut, mesh, [Shard(0)])))
+    with pytest.raises(CheckpointError, match=r"cut over ranks.*Shard.*'cut'.*Wrap the module"):
+        checkpoint.save(path.with_name("d"), model, optimizer)
 
 
-def test_dtensors_of_users_are_saved_whole(tmp_path):
-    run_ranks(divided_by_users, 4, tmp_path / "c")
+def test_dtensors_that_no_wrapper_manages_are_refused_by_name_where_ranks_have_parts(tmp_path):
+    run_ranks(divided_by_users, 2, tmp_path / "c")
