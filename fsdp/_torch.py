@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -403,7 +403,9 @@ def device_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None] = attrgetter("_backward_hooks")
+"""What ``tensor.register_hook`` was called with, by number; None if it never was."""
+
 _post_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -413,7 +415,7 @@ def more_grad_hooks_than(known: int, tensors: Sequence[torch.Tensor]) -> bool:
     Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
     listed publicly.
     """
-    return sum(map(len, filter(None, map(_hooks, tensors)))) > known or any(
+    return sum(map(len, filter(None, map(hooks_of, tensors)))) > known or any(
         map(_post_hooks, tensors)
     )
 
@@ -424,8 +426,8 @@ def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """What ``tensor.register_hook`` was called with (see :func:`more_grad_hooks_than`)."""
-    return list((tensor._backward_hooks or {}).values())
+    """The functions of :data:`hooks_of`, in order."""
+    return list((hooks_of(tensor) or {}).values())
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -591,17 +593,12 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody has called ``tensor.register_hook``."""
-    return bool(tensor._backward_hooks)
-
-
 def hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
     """Call ``hook`` before the hooks that ``tensor`` has.
 
     Why: ``register_hook`` appends, and the engine does not look at the order that ``move_to_end`` makes.
     """
-    theirs = dict(tensor._backward_hooks or {})
+    theirs = dict(hooks_of(tensor) or {})
     tensor.register_hook(hook)
     for number, their_hook in theirs.items():
         del tensor._backward_hooks[number]  # type: ignore[union-attr]

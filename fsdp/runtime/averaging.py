@@ -66,7 +66,7 @@ class Averaging:
 
     def grad_dtype(self, handle: FlatParamHandle) -> torch.dtype:
         """Dtype of the published gradient."""
-        return handle.compute_dtype if self.keeps_low_precision else handle.dtype
+        return handle.compute_dtype if self.keeps_low_precision else handle.flat_param.dtype
 
     @property
     def predivide(self) -> float:

@@ -69,7 +69,7 @@ class Entrances:
             if node is not None:
                 node.register_prehook(self._reached)
                 found = True
-                if _torch.has_hooks(tensor):
+                if _torch.hooks_of(tensor):
                     _torch.hook_first(tensor, self._reached)
                 if _torch.is_view(tensor):
                     base = _torch.view_base(tensor)

@@ -135,7 +135,8 @@ class Gradients:
     def take(self, handle: FlatParamHandle) -> Collected:
         """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
         kept = self._take_kept(handle) if self._kept else None
-        if kept is None and (whole := self._take_whole(handle)) is not None:
+        is_lone = len(handle.layout.slots) == 1
+        if is_lone and kept is None and (whole := self._take_whole(handle)) is not None:
             return whole
         collected = kept or self._start(handle, pooled=True)
         self._collect(handle, collected)
@@ -167,12 +168,12 @@ class Gradients:
         return Lying(pieces, [grad is not None for grad in grads])
 
     def _take_whole(self, handle: FlatParamHandle) -> Collected | None:
-        """The gradient of a large lone parameter (an embedding, say), where it can be sent from where it lies.
+        """The gradient of a lone parameter, if it is large (an embedding, say) and can be sent from where it lies.
 
         Not where the buffer is written to: two gradients of autograd's may share memory.
         """
         unit, layout = self._unit, handle.layout
-        if len(layout.slots) > 1 or layout.padded_numel < _WORTH_NO_COPY:
+        if layout.padded_numel < _WORTH_NO_COPY:
             return None
         leaf = handle.unsharded.leaves[0]
         grad = leaf.grad

@@ -76,7 +76,7 @@ def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) 
     """
     totals: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
-    is_kept_lower = shard.dtype is not handle.dtype
+    is_kept_lower = shard.dtype is not handle.flat_param.dtype
     parts = zip(handle.held, handle.held_params, handle.split_held(shard), strict=True)
     for index, param, grad in parts:
         if not used[index] or not param.requires_grad:
