@@ -317,15 +317,16 @@ class FlatParamHandle(ExposedParams):
         memory = _in_memory_order(value)[piece.in_slot.start : piece.in_slot.stop]
         out[piece.in_shard.start : piece.in_shard.stop].copy_(memory)
 
-    def follow_versions(self) -> None:
+    def follow_versions(self, *, graphs: bool) -> None:
         """A forward is about to use the leaves, or a backward what one has saved of them; while they are filled.
 
-        Where the parameters were written in place since the last time, autograd must refuse what graphs have saved of
-        the leaves: leaves are filled with the new values, or have been over the shard all the time, past its counters.
+        Where the parameters were written in place since the last time, autograd must refuse what ``graphs``, if there
+        may be any, have saved of the leaves: these are filled with the new values, or have been over the shard all the
+        time, past its counters.
         """
         version = _torch.sum_of_versions(self.exposed)
         if version != self._version:
-            if self._version is not None:
+            if graphs and self._version is not None:
                 leaves = tuple(self.unsharded.leaves)
                 written = _torch.sum_of_versions(leaves) - self._leaf_versions
                 _torch.set_versions(leaves, tuple([v + 1 for v in _torch.versions(leaves)]))

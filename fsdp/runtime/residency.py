@@ -101,6 +101,7 @@ class ResidentUnit(ABC):
         "_gathered",
         "_gathering",
         "_gathers",
+        "_graphs",
         "_launch",
         "_left",
         "_param_hooks",
@@ -172,6 +173,7 @@ class ResidentUnit(ABC):
         self.guards: tuple[Writes, ...] = ()
         self._awaits_inputs = False
         self._left = 0
+        self._graphs = 0  # forwards whose graphs no backward is known to have used up; one too many costs time only
         self._before: list[torch.Tensor] | None = None
         self._writes_silently = False
         self.tensor: Collectives = Loopback()
@@ -435,7 +437,7 @@ class ResidentUnit(ABC):
         """Have autograd refuse graphs over values that were written over since (see :meth:`_check_unchanged`)."""
         if not self.in_full_precision:  # no backward follows on these leaves
             for handle in self.handles:
-                handle.follow_versions()
+                handle.follow_versions(graphs=self._graphs > 0)
 
     def _launch_gather(self) -> Work:
         for handle in self._gathered:

@@ -293,6 +293,7 @@ class Unit(ResidentUnit):
         root = self.root
         tensors = iter_tensors(output)
         if torch.is_grad_enabled():
+            self._graphs += not recomputing
             opaque = output is not None
             keep = self._is_awaited(tensors, opaque=opaque, recomputing=recomputing)
         else:
@@ -431,13 +432,16 @@ class Unit(ResidentUnit):
         self._backward_task = task
         if not self.armed:
             self._arm()
+        # What is gathered now has been looked at before (see `_check_unchanged`).
+        stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)
         if self.residency is SHARDED and self._gathers_in_backward:
             self.start_unshard()
         if self.config.backward_prefetch is _BACKWARD_PRE:
             root.prefetch_backward(self)
         if self.residency is not SHARDED:
             self.wait_unshard()
-            self._follow_versions()
+            if stayed:
+                self._follow_versions()
             # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
             self._offer_leaves()
 
@@ -517,6 +521,8 @@ class Unit(ResidentUnit):
                 True  # where no input wants a gradient, the end of the backward frees them
             )
         else:
+            if self._graphs and not _torch.keeps_graph():
+                self._graphs -= 1
             self.release()  # first, so that parameters and the buffer of their gradients are not held together
         if self.sync_gradients:
             root.reduce(self)
