@@ -5,8 +5,10 @@ traceback then reaches the test; a server that died of it would only show a clos
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +33,29 @@ MODULES = (
     "tests.support.scripts",
 )
 
+HUGE_PAGE = 2**21
+MADV_COLLAPSE = 25  # Linux 6.1 and later
+
+
+def use_huge_pages() -> None:
+    """Move this process's memory into huge pages, where the system knows how.
+
+    A fork copies the table of pages and an exit takes the copy apart.  For 240 MB in small pages that is 20 ms of
+    processor time a rank; in huge ones next to nothing, but for the few that the rank writes to.
+    """
+    table = Path("/proc/self/maps")
+    if not table.exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    own_memory = re.compile(r"^(\w+)-(\w+) rw-p 0+ 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
+    for bounds in own_memory.findall(table.read_text()):
+        start, end = (int(bound, 16) for bound in bounds)
+        start = -(-start // HUGE_PAGE) * HUGE_PAGE
+        if (size := (end - start) // HUGE_PAGE * HUGE_PAGE) > 0:
+            madvise(start, size, MADV_COLLAPSE)  # a refusal leaves the pages as they are
+
+
 for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
@@ -44,3 +69,5 @@ if sys.dont_write_bytecode:
 # Frozen objects are skipped by the collector, so that its passes in the ranks do not touch (and copy) every page.
 gc.collect()
 gc.freeze()
+
+use_huge_pages()

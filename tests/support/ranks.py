@@ -2,25 +2,30 @@
 
 ``run_ranks`` is the form for tests of what works: values come back in rank order, and any failure of any rank fails
 the test with that rank's traceback, output and (for a hang) stacks.  ``run_ranks_outcomes`` is the form for tests of
-errors: each rank's value or exception comes back as data.
+errors: each rank's value or exception comes back as data.  ``run_kept_ranks`` is ``run_ranks`` for the many cases of
+one rule: a file's calls of one world size share their ranks, which saves most of the time of a small case.
 
 How a world is made, and why:
 
 - Ranks are forked from a server that has imported torch, pytest and the package (``tests.support.preload``).  They are
-  fresh processes for every call: no state is shared between tests.
+  fresh processes for every call, so that no state is shared between tests, unless a test asks for kept ones.
 - Ranks meet in a ``FileStore`` inside a temporary folder, never on a TCP port.
-- A rank that has finished stays alive until the parent closes its pipe, so that no rank can break the connections of
-  another by leaving early.  It then leaves by ``os._exit``: destroying a process group can wait for peers.
+- A rank gets its call through a pipe and answers through it.  It stays alive until the parent closes the pipe, so that
+  no rank can break the connections of another by leaving early, and then leaves by ``os._exit``: destroying a process
+  group can wait for peers.
 - The functions and their arguments travel as pickles.  Tensors in return values come back as plain CPU tensors by
   value (``multiprocessing``'s own pickler would send file descriptors).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
+import gc
 import io
+import itertools
 import math
 import multiprocessing
 import os
@@ -40,7 +45,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Outcome", "RanksFailed", "run_ranks", "run_ranks_outcomes"]
+__all__ = [
+    "Outcome",
+    "RanksFailed",
+    "end_kept_ranks",
+    "run_kept_ranks",
+    "run_ranks",
+    "run_ranks_outcomes",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LINGER_SECONDS = (
@@ -124,15 +136,43 @@ def run_ranks(
             pending ranks).  The other ranks are killed half a second later.
     """
     __tracebackhide__ = True
-    with _World(fn, world_size, args, kwargs, timeout=timeout, backend=backend) as world:
-        outcomes = world.wait(stop_at_failure=True)
-    failed = [outcome for outcome in outcomes.values() if not outcome.ok]
-    if failed:
-        failed.sort(
-            key=lambda outcome: outcome.exit_code is None
-        )  # the dead first: they are causes
-        raise RanksFailed("\n".join(map(world.describe, failed)), outcomes) from None
-    return [outcomes[rank].value for rank in range(world_size)]
+    with _World(world_size, timeout=timeout, backend=backend) as world:
+        outcomes = world.run(_Call(fn, args, kwargs), stop_at_failure=True)
+    return world.values(outcomes)
+
+
+def run_kept_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    backend: str | None = "gloo",
+    **kwargs: Any,
+) -> list[Any]:
+    """:func:`run_ranks` on the ranks that answered the file's last such call, with its process group.
+
+    A rank costs 0.1 s of processor time before it has trained its first model, and a few milliseconds from then on.
+    For rules about values, therefore, whose cases are many and leave nothing behind: no patched module, no option of
+    torch, no cache that the rule is about.  Every call finds the seeds at 0 and the garbage of the last one collected.
+    After a failure of any rank the next call has fresh ranks, and so has every file.
+    """
+    __tracebackhide__ = True
+    kind = world_size, timeout, backend
+    with contextlib.ExitStack() as ending:
+        world = _kept.pop(kind, None) or _World(world_size, timeout=timeout, backend=backend)
+        ending.enter_context(world)
+        outcomes = world.run(_Call(fn, args, kwargs), stop_at_failure=True)
+        if all(outcome.ok for outcome in outcomes.values()):
+            ending.pop_all()
+            _kept[kind] = world
+    return world.values(outcomes)
+
+
+def end_kept_ranks() -> None:
+    """End the ranks that ``run_kept_ranks`` keeps (``tests.conftest`` calls this after each file)."""
+    while _kept:
+        with _kept.popitem()[1]:
+            pass
 
 
 def run_ranks_outcomes(
@@ -152,47 +192,45 @@ def run_ranks_outcomes(
         RanksFailed: If a rank hung, which no test expects.
     """
     __tracebackhide__ = True
-    with _World(fn, world_size, args, kwargs, timeout=timeout, backend=backend) as world:
-        outcomes = world.wait(stop_at_failure=False)
+    with _World(world_size, timeout=timeout, backend=backend) as world:
+        outcomes = world.run(_Call(fn, args, kwargs), stop_at_failure=False)
     return [outcomes[rank] for rank in range(world_size)]
 
 
-class _World:
-    """The processes of one call, seen from the parent; a context that leaves none of them behind."""
+@dataclass(frozen=True)
+class _Call:
+    """What the ranks of a world do next."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        timeout: float,
-        backend: str | None,
-    ) -> None:
-        self._call = pickle.dumps((fn, args, kwargs))
-        self._name = getattr(fn, "__qualname__", repr(fn))
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__qualname__", repr(self.fn))
+
+
+class _World:
+    """Some ranks, seen from the parent; a context that leaves no process behind, and may be entered again before."""
+
+    def __init__(self, world_size: int, *, timeout: float, backend: str | None) -> None:
         self._world_size = world_size
         self._timeout = timeout
         self._backend = backend
+        self._name = ""
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
     def __enter__(self) -> _World:
+        if self._processes:
+            return self
         context = _fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         try:
             for rank in range(self._world_size):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                job = _Job(
-                    self._call,
-                    rank,
-                    self._world_size,
-                    self._folder.name,
-                    self._timeout,
-                    self._backend,
-                )
+                job = _Job(rank, self._world_size, self._folder.name, self._timeout, self._backend)
                 process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
                 process.start()
                 self._processes.append(process)
@@ -200,7 +238,6 @@ class _World:
         except BaseException:
             self.__exit__()
             raise
-        self._deadline = time.monotonic() + self._timeout
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -211,22 +248,25 @@ class _World:
         for process in self._processes:
             process.join()
             process.close()
-        # `describe` still reads the outputs after the block.
+        # `values` still reads the outputs after the block.
         self._outputs = {rank: self._read(f"output-{rank}") for rank in range(self._world_size)}
         self._folder.cleanup()
 
-    def wait(self, *, stop_at_failure: bool) -> dict[int, Outcome]:
-        """Collect the answers until all have come, or until soon after a failure that ends the wait.
+    def run(self, call: _Call, *, stop_at_failure: bool) -> dict[int, Outcome]:
+        """Send the call and collect the answers until all have come, or until soon after a failure that ends the wait.
 
         Soon after, not at once: the peers of a rank that dies may tell of their lost connection before its own pipe
         ends, and what is told has to name the cause.
         """
+        self._name = call.name
+        self._send(pickle.dumps(call))
+        deadline = time.monotonic() + self._timeout
         outcomes: dict[int, Outcome] = {}
         leave_at: dict[int, float] = {}
         stop_at = math.inf
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while pending:
-            next_event = min([self._deadline, stop_at, *leave_at.values()])
+            next_event = min([deadline, stop_at, *leave_at.values()])
             ready = connection.wait(list(pending), max(0.0, next_event - time.monotonic()))
             now = time.monotonic()
             for pipe in ready:
@@ -241,11 +281,27 @@ class _World:
                 del leave_at[rank]
             if now >= stop_at:
                 return outcomes
-            if pending and now >= self._deadline:
+            if pending and now >= deadline:
                 raise RanksFailed(self._describe_hang(sorted(pending.values()), outcomes), outcomes)
         return outcomes
 
-    def describe(self, outcome: Outcome) -> str:
+    def values(self, outcomes: dict[int, Outcome]) -> list[Any]:
+        """What the ranks returned, in their order; an error if not all did."""
+        __tracebackhide__ = True
+        failed = [outcome for outcome in outcomes.values() if not outcome.ok]
+        if failed:
+            failed.sort(
+                key=lambda outcome: outcome.exit_code is None
+            )  # the dead first: they are causes
+            raise RanksFailed("\n".join(map(self._describe, failed)), outcomes) from None
+        return [outcomes[rank].value for rank in range(self._world_size)]
+
+    def _send(self, call: bytes) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send_bytes(call)  # the death of a rank shows when its answer is waited for
+
+    def _describe(self, outcome: Outcome) -> str:
         """Say what a rank that failed did, with what it printed."""
         where = f"rank {outcome.rank} of {self._world_size} in {self._name}"
         if outcome.exit_code is not None:
@@ -293,6 +349,9 @@ def _state(outcome: Outcome) -> str:
     return f"raised {outcome.error_type}: {outcome.message}" if outcome.error_type else "returned"
 
 
+_kept: dict[tuple[int, float, str | None], _World] = {}
+
+
 @functools.cache
 def _fork_server() -> Any:
     """The multiprocessing context of the preloaded server, which the first call starts (2 to 8 s)."""
@@ -329,7 +388,6 @@ def _do_nothing() -> None:
 class _Job:
     """What a rank needs to know."""
 
-    call: bytes
     rank: int
     world_size: int
     folder: str
@@ -338,22 +396,29 @@ class _Job:
 
 
 def _rank_main(pipe: connection.Connection, job: _Job) -> None:
-    """Body of a rank: answer once, stay until the parent lets go, leave without any teardown."""
+    """Body of a rank: answer every call, stay until the parent lets go, leave without any teardown."""
     _redirect_output(Path(job.folder, f"output-{job.rank}"))
     stacks = Path(job.folder, f"stacks-{job.rank}").open("w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     exit_code = 0
-    try:
-        answer = _dumps(Outcome(job.rank, value=_run(job)))
-    except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes are answers as well
-        answer = _dumps(_raised(job.rank, error))
-        exit_code = 1
-    pipe.send_bytes(answer)
-    try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for number in itertools.count():
+        try:
+            call = pipe.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            if number == 0:
+                _join(job)
+            else:
+                gc.collect()  # what the last call left
+                os.ftruncate(1, 0)
+            answer = _dumps(Outcome(job.rank, value=_run(call)))
+        except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes are answers as well
+            answer = _dumps(_raised(job.rank, error))
+            exit_code = 1
+        pipe.send_bytes(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(exit_code)
 
 
@@ -367,13 +432,11 @@ def _redirect_output(path: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _run(job: _Job) -> Any:
+def _join(job: _Job) -> None:
+    """Make the default process group."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    random.seed(0)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no host name to resolve
-    fn, args, kwargs = pickle.loads(job.call)
     if job.backend is not None:
         dist.init_process_group(
             job.backend,
@@ -382,7 +445,13 @@ def _run(job: _Job) -> Any:
             world_size=job.world_size,
             timeout=datetime.timedelta(seconds=job.timeout),
         )
-    return fn(*args, **kwargs)
+
+
+def _run(pickled: bytes) -> Any:
+    torch.manual_seed(0)
+    random.seed(0)
+    call: _Call = pickle.loads(pickled)
+    return call.fn(*call.args, **call.kwargs)
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:

@@ -6,13 +6,20 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RanksFailed, run_ranks, run_ranks_outcomes
+from tests.support.ranks import (
+    RanksFailed,
+    end_kept_ranks,
+    run_kept_ranks,
+    run_ranks,
+    run_ranks_outcomes,
+)
 
 
 class _NamedError(ValueError):
@@ -80,6 +87,15 @@ def _sleep_under_a_telling_name() -> None:
 
 def _is_initialized() -> bool:
     return dist.is_initialized()
+
+
+def _identity() -> tuple[int, float]:
+    return os.getpid(), torch.rand(()).item()
+
+
+def _print_and_raise(text: str, *, raises: bool) -> None:
+    print(text)
+    assert not raises
 
 
 def _return_a_lambda() -> object:
@@ -187,6 +203,47 @@ def test_no_process_survives_a_failure() -> None:
 
     with pytest.raises(RanksFailed):
         run_ranks(_raise_on, 3, 0)
+
+    assert before == _children()
+
+
+def test_kept_ranks_answer_again_with_their_group_and_new_seeds() -> None:
+    first = run_kept_ranks(_identity, 2)
+    total = run_kept_ranks(_sum_of_ranks, 2, 1.0)
+    again = run_kept_ranks(_identity, 2)
+
+    assert first == again
+    assert [3.0, 3.0] == total[0].tolist()
+    assert first != run_kept_ranks(_identity, 2, timeout=59), "another timeout, another group"
+    assert {pid for pid, _ in first}.isdisjoint(pid for pid, _ in run_ranks(_identity, 2))
+
+
+@pytest.mark.parametrize("fault", [_raise_on, _die_on, _hang_on])
+def test_after_a_failure_kept_ranks_are_new(fault: Callable[[int], None]) -> None:
+    before = run_kept_ranks(_identity, 2, timeout=2)
+    with pytest.raises(RanksFailed, match=r"ranks? 1 of 2"):
+        run_kept_ranks(fault, 2, 1, timeout=2)
+    after = run_kept_ranks(_identity, 2, timeout=2)
+
+    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after)
+
+
+def test_a_failure_of_kept_ranks_shows_the_output_of_its_own_call() -> None:
+    run_kept_ranks(_print_and_raise, 1, "of the first call", raises=False)
+    with pytest.raises(RanksFailed) as failure:
+        run_kept_ranks(_print_and_raise, 1, "of the second call", raises=True)
+
+    assert "of the second call" in str(failure.value)
+    assert "of the first call" not in str(failure.value)
+
+
+def test_kept_ranks_end_with_their_file() -> None:
+    end_kept_ranks()  # what the fixture of tests.conftest calls
+    before = _children()
+    run_kept_ranks(_identity, 1)
+    run_kept_ranks(_identity, 2)
+    assert before + 3 == _children()
+    end_kept_ranks()
 
     assert before == _children()
 
