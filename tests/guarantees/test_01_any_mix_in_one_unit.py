@@ -16,7 +16,7 @@ from tests.dist.test_engine_features import record
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, full_params, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 MIXED = ("lora", "odd", "conv")
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -57,7 +57,7 @@ def mixed(name, strategy):
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_those_of_the_dense_model(world_size, name, strategy):
-    run_ranks(mixed, world_size, name, strategy)
+    run_kept_ranks(mixed, world_size, name, strategy)
 
 
 def counted(orig):
@@ -79,7 +79,7 @@ def counted(orig):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_mixed_unit_has_one_gather_a_use_and_one_reduction(world_size, orig):
     """Alone, nothing is communicated: the shard is the whole."""
-    for events, _, _ in run_ranks(counted, world_size, orig):
+    for events, _, _ in run_kept_ranks(counted, world_size, orig):
         ops = [event.op for event in events]
         assert ops.count("all_gather") == (2 if world_size > 1 else 0)
         assert ops.count("reduce_scatter") == (1 if world_size > 1 else 0)
@@ -91,7 +91,7 @@ def test_gradients_and_reductions_are_of_the_trained_part_and_frozen_parameters_
     world_size, orig
 ):
     padding = 64 * world_size
-    for events, trained, held in run_ranks(counted, world_size, orig):
+    for events, trained, held in run_kept_ranks(counted, world_size, orig):
         assert trained <= held <= trained + padding
         for event in events:
             if event.op == "reduce_scatter":
@@ -130,6 +130,6 @@ def frozen_units(orig):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_frozen_unit_is_never_reduced(world_size, orig):
-    for ops in run_ranks(frozen_units, world_size, orig):
+    for ops in run_kept_ranks(frozen_units, world_size, orig):
         assert ("all_gather" in ops) is (world_size > 1)
         assert "reduce_scatter" not in ops

@@ -13,7 +13,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import GptBlock, entry
 from tests.support.oracles import full_grads, mean_grads
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 
 POLICIES = {"embedding alone": {nn.Embedding}, "both": {nn.Embedding, nn.Linear, GptBlock}}
 
@@ -71,7 +71,7 @@ def built_in_every_way(policy, use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tied_weights_stay_tied_however_the_model_came_about(policy, use_orig_params, world_size):
-    run_ranks(built_in_every_way, world_size, policy, use_orig_params)
+    run_kept_ranks(built_in_every_way, world_size, policy, use_orig_params)
 
 
 def contradictory(use_orig_params):
@@ -143,7 +143,7 @@ def tied_by_hand(use_orig_params):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_unit_wrapped_by_hand_gives_up_what_is_tied_to_others(use_orig_params, world_size):
-    run_ranks(tied_by_hand, world_size, use_orig_params)
+    run_kept_ranks(tied_by_hand, world_size, use_orig_params)
 
 
 def tied_and_used(use_orig_params):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from tests.support.models import MlpBlock, Outer, SharedLayer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     Net,
     assert_same_gradients,
@@ -59,7 +59,7 @@ def methods():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_methods_that_are_no_forward_gather_and_train(world_size):
-    run_ranks(methods, world_size)
+    run_kept_ranks(methods, world_size)
 
 
 def around_the_wrapper(model, rank):
@@ -91,7 +91,7 @@ def pieces_of_the_root(model, rank):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("script", [around_the_wrapper, inner_unit_first, pieces_of_the_root])
 def test_any_entry_gives_the_gradients_of_the_plain_model(script, strategy, world_size):
-    run_ranks(check_script, world_size, script, sharding_strategy=ShardingStrategy[strategy])
+    run_kept_ranks(check_script, world_size, script, sharding_strategy=ShardingStrategy[strategy])
 
 
 def looked_at_first(use_orig_params):
@@ -114,7 +114,7 @@ def looked_at_first(use_orig_params):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_an_inner_unit_may_be_looked_at_before_the_root_has_run(use_orig_params, world_size):
-    run_ranks(looked_at_first, world_size, use_orig_params)
+    run_kept_ranks(looked_at_first, world_size, use_orig_params)
 
 
 def shared_unit(model, rank):
@@ -127,4 +127,4 @@ def shared_unit(model, rank):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_unit_that_several_units_share_may_be_called_by_itself(world_size):
     classes = {Outer, MlpBlock}
-    run_ranks(check_script, world_size, shared_unit, SharedLayer, classes)
+    run_kept_ranks(check_script, world_size, shared_unit, SharedLayer, classes)

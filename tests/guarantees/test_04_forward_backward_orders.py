@@ -17,7 +17,7 @@ from fsdp.errors import FsdpError, UnsupportedError, UsageError
 from tests.support.compare import GRADIENTS, Tolerance, assert_close
 from tests.support.models import build_gan_pair, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -132,13 +132,13 @@ def run_model(name, strategy):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_every_order_gives_the_gradients_of_the_plain_model(name, strategy):
-    run_ranks(run_model, 2, name, strategy)
+    run_kept_ranks(run_model, 2, name, strategy)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "FULL_SHARD"), (3, "FULL_SHARD")])
 def test_every_order_at_other_world_sizes(name, world_size, strategy):
-    run_ranks(run_model, world_size, name, strategy)
+    run_kept_ranks(run_model, world_size, name, strategy)
 
 
 def noise(step, rank):
@@ -185,7 +185,7 @@ def adversaries(orig, strategy):
 @pytest.mark.parametrize("orig", EXPOSURES, ids=["flat", "orig"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_wrapped_models_trained_in_turns(world_size, orig, strategy):
-    run_ranks(adversaries, world_size, orig, strategy)
+    run_kept_ranks(adversaries, world_size, orig, strategy)
 
 
 def one_loss_of_two_models():
@@ -215,7 +215,7 @@ def one_loss_of_two_models():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_wrapped_models_in_one_loss(world_size):
-    run_ranks(one_loss_of_two_models, world_size)
+    run_kept_ranks(one_loss_of_two_models, world_size)
 
 
 def preference(policy, rank, step, frozen):
@@ -280,7 +280,7 @@ def recipes(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_preferences_two_views_and_distillation_train_as_in_one_process(world_size, strategy):
-    run_ranks(recipes, world_size, ShardingStrategy[strategy])
+    run_kept_ranks(recipes, world_size, ShardingStrategy[strategy])
 
 
 def bypassed():
@@ -318,7 +318,7 @@ def bypassed():
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_asked_for_in_other_ways_are_never_local(world_size):
-    run_ranks(bypassed, world_size)
+    run_kept_ranks(bypassed, world_size)
 
 
 class Inner(nn.Module):
@@ -368,7 +368,7 @@ def partial(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_that_no_rank_used_have_no_gradient(strategy, world_size):
-    run_ranks(partial, world_size, strategy)
+    run_kept_ranks(partial, world_size, strategy)
 
 
 def undecayed():
@@ -387,7 +387,7 @@ def undecayed():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_optimizer_leaves_unused_parameters_alone(world_size):
-    run_ranks(undecayed, world_size)
+    run_kept_ranks(undecayed, world_size)
 
 
 def penalised_inputs():
@@ -406,7 +406,7 @@ def penalised_inputs():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_penalty_on_the_gradient_of_the_inputs(world_size):
-    run_ranks(penalised_inputs, world_size)
+    run_kept_ranks(penalised_inputs, world_size)
 
 
 def transformed(use_orig_params):
@@ -457,7 +457,7 @@ def lent(use_orig_params, classes):
 def test_lent_parameters_are_refused_and_leave_the_own_ones_alone(
     world_size, classes, use_orig_params
 ):
-    run_ranks(lent, world_size, use_orig_params, classes)
+    run_kept_ranks(lent, world_size, use_orig_params, classes)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -465,7 +465,7 @@ def test_lent_parameters_are_refused_and_leave_the_own_ones_alone(
 def test_functional_transforms_are_refused_and_leave_the_parameters_alone(
     world_size, use_orig_params
 ):
-    run_ranks(transformed, world_size, use_orig_params)
+    run_kept_ranks(transformed, world_size, use_orig_params)
 
 
 def step_in_place(model):
@@ -519,7 +519,7 @@ def test_a_backward_over_values_that_were_written_over_is_refused_as_autograd_do
     world_size, strategy
 ):
     """By a step, a load or in ``summon_full_params``, with other forwards after it or none."""
-    run_ranks(run_stale_graphs, world_size, strategy)
+    run_kept_ranks(run_stale_graphs, world_size, strategy)
 
 
 def run_checkpointed_in_turns():
@@ -540,4 +540,4 @@ def run_checkpointed_in_turns():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpointed_and_plain_forwards_of_the_model_may_take_turns(world_size):
     """A reentrant checkpoint's forward runs without gradients, and the one before it was over older values."""
-    run_ranks(run_checkpointed_in_turns, world_size)
+    run_kept_ranks(run_checkpointed_in_turns, world_size)

@@ -29,7 +29,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import Mlp, MlpBlock
 from tests.support.oracles import full_grads, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -115,19 +115,19 @@ NESTINGS = ("around", "span", "inside", "whole", "selective")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_gradients_are_those_without_checkpointing(nesting, reentrant, strategy):
-    run_ranks(gradients, 2, nesting, reentrant, strategy)
+    run_kept_ranks(gradients, 2, nesting, reentrant, strategy)
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_same_for_other_numbers_of_ranks(nesting, reentrant, world_size):
-    run_ranks(gradients, world_size, nesting, reentrant, "FULL_SHARD")
+    run_kept_ranks(gradients, world_size, nesting, reentrant, "FULL_SHARD")
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_replicated_units_too(reentrant):
-    run_ranks(gradients, 2, "around", reentrant, "NO_SHARD")
+    run_kept_ranks(gradients, 2, "around", reentrant, "NO_SHARD")
 
 
 def counts(nesting, reentrant, strategy, use_orig_params):
@@ -157,7 +157,7 @@ def counts(nesting, reentrant, strategy, use_orig_params):
 def test_recomputation_needs_no_gather_of_its_own(
     nesting, reentrant, strategy, gathers, world_size, orig
 ):
-    counted = run_ranks(counts, world_size, nesting, reentrant, strategy, orig)[0]
+    counted = run_kept_ranks(counts, world_size, nesting, reentrant, strategy, orig)[0]
     for index in range(3):
         unit = f"blocks.{index}"
         assert counted["all_gather", unit] == gathers, counted
@@ -200,7 +200,7 @@ def wrapped(order, impl):
 @pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_checkpoint_wrapper_may_be_inside_or_outside(order, impl, world_size):
-    run_ranks(wrapped, world_size, order, impl)
+    run_kept_ranks(wrapped, world_size, order, impl)
 
 
 def frozen():
@@ -226,7 +226,7 @@ def frozen():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_frozen_units_under_a_checkpoint(world_size):
-    run_ranks(frozen, world_size)
+    run_kept_ranks(frozen, world_size)
 
 
 class Selective(Mlp):
@@ -260,4 +260,4 @@ def selective():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_checkpoints_that_keep_the_results_of_some_operations(world_size):
-    run_ranks(selective, world_size)
+    run_kept_ranks(selective, world_size)

@@ -21,7 +21,7 @@ from fsdp import ShardingStrategy
 from fsdp.errors import ConfigError
 from fsdp.runtime import root
 from fsdp.wrap import CustomPolicy
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks, run_ranks_outcomes
 from tests.support.scripts import (
     Block,
     assert_same_gradients,
@@ -81,14 +81,14 @@ ROUTES = {
 @pytest.mark.parametrize("routes", ROUTES)
 def test_any_rank_gives_the_gradient_of_the_unsharded_model(routes, strategy, world_size):
     script = functools.partial(run_routes, routes=ROUTES[routes])
-    run_ranks(any_rank, world_size, script, sharding_strategy=strategy)
+    run_kept_ranks(any_rank, world_size, script, sharding_strategy=strategy)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("routes", ["orders_differ", "blocks_are_repeated"])
 def test_any_rank_under_activation_checkpointing(routes, world_size):
     script = functools.partial(run_routes, routes=ROUTES[routes], checkpointed=True)
-    run_ranks(any_rank, world_size, script)
+    run_kept_ranks(any_rank, world_size, script)
 
 
 def two_graphs(model, rank):
@@ -104,7 +104,7 @@ def two_graphs(model, rank):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_rank_holds_for_interleaved_graphs_evaluation_and_accumulation(world_size):
-    run_ranks(any_rank, world_size, two_graphs)
+    run_kept_ranks(any_rank, world_size, two_graphs)
 
 
 def accumulating(routes, exposure):
@@ -129,7 +129,7 @@ def accumulating(routes, exposure):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_rank_accumulates_without_synchronisation(world_size, exposure):
     routes = [[[0], [1, 2], [3]], [[1], [], [1]], [[2, 0], [2], []]]
-    run_ranks(accumulating, world_size, routes, exposure)
+    run_kept_ranks(accumulating, world_size, routes, exposure)
 
 
 @settings(max_examples=8, deadline=None)
@@ -141,7 +141,7 @@ def test_any_rank_accumulates_without_synchronisation(world_size, exposure):
     )
 )
 def test_any_rank_holds_for_any_routes(steps):
-    run_ranks(any_rank, 3, functools.partial(run_steps, steps=steps))
+    run_kept_ranks(any_rank, 3, functools.partial(run_steps, steps=steps))
 
 
 def run_steps(model, rank, steps):
@@ -180,7 +180,7 @@ def trained(exposure, allow_unused, routes):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_unit_that_no_rank_uses_is_not_decayed(world_size, exposure, allow_unused):
     routes = [[[0, 2]] * 3, [[0]] * 3, [[2, 1]] * 3]
-    run_ranks(trained, world_size, exposure, allow_unused, routes)
+    run_kept_ranks(trained, world_size, exposure, allow_unused, routes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -188,7 +188,7 @@ def test_with_original_parameters_a_parameter_that_some_ranks_use_trains_as_in_o
     world_size,
 ):
     routes = [[[0], [1], []], [[0], [0, 1], [3]], [[], [], []]]
-    run_ranks(trained, world_size, True, "any_rank", routes)
+    run_kept_ranks(trained, world_size, True, "any_rank", routes)
 
 
 def memory_is_given_back(exposure):
@@ -215,7 +215,7 @@ def memory_is_given_back(exposure):
 def test_any_rank_gives_the_memory_back_after_the_backward_and_after_evaluation(
     world_size, exposure
 ):
-    run_ranks(memory_is_given_back, world_size, exposure)
+    run_kept_ranks(memory_is_given_back, world_size, exposure)
 
 
 # -- without allow_unused ----------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def alone(exposure):
 
 @pytest.mark.parametrize("exposure", [False, True])
 def test_one_rank_alone_may_change_its_route_without_the_flag(exposure):
-    run_ranks(alone, 1, exposure)
+    run_kept_ranks(alone, 1, exposure)
 
 
 @pytest.mark.parametrize("exposure", [False, True])
@@ -415,4 +415,4 @@ def of_two_kinds(outer, inner):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.permutations(STRATEGIES, 2)))
 def test_units_of_several_strategies_leave_parameters_out(outer, inner, world_size):
-    run_ranks(of_two_kinds, world_size, outer, inner)
+    run_kept_ranks(of_two_kinds, world_size, outer, inner)

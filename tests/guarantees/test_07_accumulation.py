@@ -13,7 +13,7 @@ from tests.dist.test_engine_features import record
 from tests.support.compare import GRADIENTS, TRAINED, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -57,13 +57,13 @@ def sums(strategy, names, patterns):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_the_sum_over_micro_batches(strategy, world_size):
-    run_ranks(sums, world_size, strategy, ["gpt_tied", "lora", "conv"], ["sns", "nns", "ss"])
+    run_kept_ranks(sums, world_size, strategy, ["gpt_tied", "lora", "conv"], ["sns", "nns", "ss"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_micro_batches_that_use_different_parameters_add_up(world_size):
     """Each micro-batch goes through another expert; the last one through none."""
-    run_ranks(sums, world_size, "FULL_SHARD", ["experts"], ["nnns", "snsns", "sss"])
+    run_kept_ranks(sums, world_size, "FULL_SHARD", ["experts"], ["nnns", "snsns", "sss"])
 
 
 def silence(use_orig_params):
@@ -91,7 +91,7 @@ def silence(use_orig_params):
 def test_no_gradient_is_communicated_inside_no_sync_and_all_in_one_reduction_a_unit_after_it(
     world_size, use_orig_params
 ):
-    run_ranks(silence, world_size, use_orig_params)
+    run_kept_ranks(silence, world_size, use_orig_params)
 
 
 def only_accumulated(use_orig_params):
@@ -112,7 +112,7 @@ def only_accumulated(use_orig_params):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_clipping_and_stepping_after_no_sync_backwards_only_is_refused(world_size, use_orig_params):
     """For one rank as well, whose gradients would be whole: a script that is wrong for two is told by one."""
-    run_ranks(only_accumulated, world_size, use_orig_params)
+    run_kept_ranks(only_accumulated, world_size, use_orig_params)
 
 
 def low_precision_sum():
@@ -135,7 +135,7 @@ def low_precision_sum():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_accumulation_is_in_the_reduce_dtype_not_in_the_compute_dtype(world_size):
-    run_ranks(low_precision_sum, world_size)
+    run_kept_ranks(low_precision_sum, world_size)
 
 
 def restored(use_orig_params):
@@ -168,7 +168,7 @@ def restored(use_orig_params):
 def test_no_sync_ends_with_its_context_even_by_an_exception_and_is_refused_in_a_forward(
     world_size, use_orig_params
 ):
-    run_ranks(restored, world_size, use_orig_params)
+    run_kept_ranks(restored, world_size, use_orig_params)
 
 
 def of_an_inner_unit():
@@ -186,7 +186,7 @@ def of_an_inner_unit():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_no_sync_of_an_inner_unit_holds_back_that_unit_only(world_size):
-    run_ranks(of_an_inner_unit, world_size)
+    run_kept_ranks(of_an_inner_unit, world_size)
 
 
 def zeroed(set_to_none):
@@ -204,7 +204,7 @@ def zeroed(set_to_none):
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_zeroing_before_an_accumulation_leaves_nothing_of_the_step_before(world_size, set_to_none):
-    run_ranks(zeroed, world_size, set_to_none)
+    run_kept_ranks(zeroed, world_size, set_to_none)
 
 
 def one_forward_in_each(use_orig_params):
@@ -225,7 +225,7 @@ def one_forward_in_each(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_place_of_the_backward_decides_whether_it_synchronises(world_size, use_orig_params):
-    run_ranks(one_forward_in_each, world_size, use_orig_params)
+    run_kept_ranks(one_forward_in_each, world_size, use_orig_params)
 
 
 def sharded_sums(use_orig_params):
@@ -252,7 +252,7 @@ def sharded_sums(use_orig_params):
 def test_synchronised_backwards_accumulate_shards_only_however_many_they_are(
     world_size, use_orig_params
 ):
-    for held, whole in run_ranks(sharded_sums, world_size, use_orig_params):
+    for held, whole in run_kept_ranks(sharded_sums, world_size, use_orig_params):
         for count in (1, 4):
             kept, grads = held["s", count]
             assert kept == 0
@@ -285,4 +285,4 @@ def training(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_is_the_same_however_micro_batches_synchronise(world_size, use_orig_params):
-    run_ranks(training, world_size, use_orig_params)
+    run_kept_ranks(training, world_size, use_orig_params)

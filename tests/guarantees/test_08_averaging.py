@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from fsdp import ShardingStrategy
 from tests.dist.test_engine_features import micro_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     assert_same_gradients,
     batch,
@@ -43,7 +43,7 @@ def divided(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_token_count_as_divisor_gives_the_gradient_of_one_big_batch(world_size, strategy):
-    run_ranks(divided, world_size, ShardingStrategy[strategy])
+    run_kept_ranks(divided, world_size, ShardingStrategy[strategy])
 
 
 def divided_over_a_mesh(shape):
@@ -69,4 +69,4 @@ def divided_over_a_mesh(shape):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2)], ids=str)
 def test_over_a_mesh_the_divisor_covers_both_axes(shape):
-    run_ranks(divided_over_a_mesh, shape[0] * shape[1], shape)
+    run_kept_ranks(divided_over_a_mesh, shape[0] * shape[1], shape)

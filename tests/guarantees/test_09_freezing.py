@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.errors import UsageError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     assert_same_gradients,
     batch,
@@ -48,7 +48,7 @@ def thawed():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_freezing_and_thawing_in_mid_run(world_size):
-    run_ranks(thawed, world_size)
+    run_kept_ranks(thawed, world_size)
 
 
 def dropped(use_orig_params):
@@ -98,13 +98,13 @@ def dropped_one(names):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_gradient_of_one_parameter_may_be_set_to_none(world_size):
-    run_ranks(dropped_one, world_size, ["blocks.1.up.weight", "out.bias"])
+    run_kept_ranks(dropped_one, world_size, ["blocks.1.up.weight", "out.bias"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_gradient_that_the_user_sets_to_none_is_gone(use_orig_params, world_size):
-    run_ranks(dropped, world_size, use_orig_params)
+    run_kept_ranks(dropped, world_size, use_orig_params)
 
 
 def frozen_too_early(use_orig_params):
@@ -147,4 +147,4 @@ def frozen_too_early(use_orig_params):
 def test_freezing_what_has_unreduced_gradients_is_refused_and_loses_nothing(
     world_size, use_orig_params
 ):
-    run_ranks(frozen_too_early, world_size, use_orig_params)
+    run_kept_ranks(frozen_too_early, world_size, use_orig_params)

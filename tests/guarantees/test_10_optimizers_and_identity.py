@@ -23,7 +23,7 @@ from fsdp.names import clean_tensor_name
 from tests.support.compare import TRAINED, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import assert_same_gradients, batch, build, dense_grads, wrap
 
 STRATEGIES = ["FULL_SHARD", "NO_SHARD"]
@@ -78,7 +78,7 @@ def gradient_hooks(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_gradient_hook_runs_on_the_whole_gradient_before_it_is_reduced(world_size, strategy):
-    run_ranks(gradient_hooks, world_size, strategy)
+    run_kept_ranks(gradient_hooks, world_size, strategy)
 
 
 def stepping_in_the_backward(strategy):
@@ -121,7 +121,7 @@ def stepping_in_the_backward(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_post_accumulate_hook_runs_when_the_reduced_gradient_is_in_place(world_size, strategy):
-    run_ranks(stepping_in_the_backward, world_size, strategy)
+    run_kept_ranks(stepping_in_the_backward, world_size, strategy)
 
 
 class OneRankUses(nn.Module):
@@ -146,7 +146,7 @@ def used_elsewhere():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_runs_on_a_rank_that_did_not_use_the_parameter_but_holds_it(world_size):
-    run_ranks(used_elsewhere, world_size)
+    run_kept_ranks(used_elsewhere, world_size)
 
 
 def refused_hooks():
@@ -164,7 +164,7 @@ def refused_hooks():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_hook_that_would_never_run_is_an_error_in_the_first_forward(world_size):
-    run_ranks(refused_hooks, world_size)
+    run_kept_ranks(refused_hooks, world_size)
 
 
 def hooked_while_whole():
@@ -180,7 +180,7 @@ def hooked_while_whole():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_hooks_put_on_whole_parameters_after_a_forward_run(world_size):
-    run_ranks(hooked_while_whole, world_size)
+    run_kept_ranks(hooked_while_whole, world_size)
 
 
 def whole_shapes():
@@ -197,7 +197,7 @@ def whole_shapes():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_piece_says_what_it_is_a_piece_of(world_size):
-    run_ranks(whole_shapes, world_size)
+    run_kept_ranks(whole_shapes, world_size)
 
 
 def built_late(when, use_orig_params):
@@ -247,7 +247,7 @@ def built_late(when, use_orig_params):
 def test_an_optimizer_that_is_built_at_any_moment_trains_or_is_refused(
     world_size, use_orig_params, when
 ):
-    run_ranks(built_late, world_size, when, use_orig_params)
+    run_kept_ranks(built_late, world_size, when, use_orig_params)
 
 
 def decay():
@@ -278,7 +278,7 @@ def decay():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weight_decay_is_split_by_original_dimensions(world_size):
-    run_ranks(decay, world_size)
+    run_kept_ranks(decay, world_size)
 
 
 MODELS = ("mlp", "gpt_tied", "shared", "lora", "odd")
@@ -329,7 +329,7 @@ def through_the_module(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_parameters_of_the_wrapped_module_are_those_of_the_wrapper(world_size, use_orig_params):
-    run_ranks(through_the_module, world_size, use_orig_params)
+    run_kept_ranks(through_the_module, world_size, use_orig_params)
 
 
 def saved_and_copied(use_orig_params):
@@ -379,7 +379,7 @@ def saved_and_copied(use_orig_params):
 def test_what_the_wrapped_module_shows_is_in_no_state_dict_and_in_each_copy_once(
     world_size, use_orig_params
 ):
-    run_ranks(saved_and_copied, world_size, use_orig_params)
+    run_kept_ranks(saved_and_copied, world_size, use_orig_params)
 
 
 class HasTheName(nn.Module):
@@ -442,7 +442,7 @@ def shown_elsewhere():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_name_that_is_taken_and_handles_that_are_given_up(world_size):
-    run_ranks(shown_elsewhere, world_size)
+    run_kept_ranks(shown_elsewhere, world_size)
 
 
 def stepped(make, orig, strategy):
@@ -486,4 +486,4 @@ def wants_whole_parameters(orig):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("orig", [False, True])
 def test_optimizers_that_want_whole_parameters_say_so_on_shards(orig, world_size):
-    run_ranks(wants_whole_parameters, world_size, orig)
+    run_kept_ranks(wants_whole_parameters, world_size, orig)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy, _torch
 from fsdp.errors import ShardedParameterError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -86,7 +86,7 @@ def touched(when):
 @pytest.mark.parametrize("when", ["before any forward", "after a step", "after eval"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_operation_raises_naming_the_parameter(world_size, when):
-    run_ranks(touched, world_size, when)
+    run_kept_ranks(touched, world_size, when)
 
 
 def pieces():
@@ -102,7 +102,7 @@ def pieces():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_orig_parameters_are_pieces_that_add_up_to_the_whole(world_size):
-    run_ranks(pieces, world_size)
+    run_kept_ranks(pieces, world_size)
 
 
 class ReachingNet(Net):
@@ -149,7 +149,7 @@ def reached(use_orig_params):
 def test_a_forward_that_reaches_for_the_parameter_of_another_unit_is_refused(
     world_size, use_orig_params
 ):
-    run_ranks(reached, world_size, use_orig_params)
+    run_kept_ranks(reached, world_size, use_orig_params)
 
 
 def computed_with_pieces(use_orig_params, kwargs):
@@ -171,14 +171,14 @@ def computed_with_pieces(use_orig_params, kwargs):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_gradient_that_would_stay_on_one_rank_is_refused(world_size, use_orig_params):
-    run_ranks(computed_with_pieces, world_size, use_orig_params, {})
+    run_kept_ranks(computed_with_pieces, world_size, use_orig_params, {})
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_gradient_past_the_reduction_is_refused_under_no_shard_too(world_size, use_orig_params):
     settings = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    run_ranks(computed_with_pieces, world_size, use_orig_params, settings)
+    run_kept_ranks(computed_with_pieces, world_size, use_orig_params, settings)
 
 
 def half_zero(model):
@@ -240,7 +240,7 @@ def refused_together(use_orig_params):
 def test_a_penalty_on_pieces_is_refused_on_every_rank_and_leaves_nothing_behind(
     world_size, use_orig_params
 ):
-    run_ranks(refused_together, world_size, use_orig_params, timeout=30)
+    run_kept_ranks(refused_together, world_size, use_orig_params, timeout=30)
 
 
 class Penalised(Net):
@@ -275,7 +275,7 @@ def looked_through():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_inside_its_forward_a_module_finds_its_own_parameters_whole(world_size):
-    run_ranks(looked_through, world_size)
+    run_kept_ranks(looked_through, world_size)
 
 
 def kept_leaves(use_orig_params):

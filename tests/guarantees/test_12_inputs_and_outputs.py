@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision
 from fsdp.errors import ShardedParameterError, UnsupportedError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -138,7 +138,7 @@ def forms(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_right_for_any_form_of_inputs_and_outputs(world_size, form):
-    run_ranks(forms, world_size, form)
+    run_kept_ranks(forms, world_size, form)
 
 
 def cast_forms(use_orig_params):
@@ -170,7 +170,7 @@ def cast_forms(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_inputs_of_any_form_are_cast_and_integers_never(world_size, use_orig_params):
-    run_ranks(cast_forms, world_size, use_orig_params)
+    run_kept_ranks(cast_forms, world_size, use_orig_params)
 
 
 def inside(net):
@@ -200,7 +200,7 @@ def kept_by_a_hook(where, part):
 @pytest.mark.parametrize("where", ["up", "down", "block", "out"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_loss_of_what_a_forward_hook_kept_alone(world_size, where, part):
-    run_ranks(kept_by_a_hook, world_size, where, part)
+    run_kept_ranks(kept_by_a_hook, world_size, where, part)
 
 
 def hooked_on_one_rank():
@@ -218,7 +218,7 @@ def hooked_on_one_rank():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_hook_on_one_rank_alone_does_not_make_ranks_differ(world_size):
-    run_ranks(hooked_on_one_rank, world_size)
+    run_kept_ranks(hooked_on_one_rank, world_size)
 
 
 class CachingBlock(Block):
@@ -268,7 +268,7 @@ def cached(kind):
 @pytest.mark.parametrize("kind", ["list", "dict", "attribute"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_loss_of_what_a_forward_put_into_a_container(world_size, kind):
-    run_ranks(cached, world_size, kind)
+    run_kept_ranks(cached, world_size, kind)
 
 
 class HandingOut(Block):
@@ -318,7 +318,7 @@ def handed_out():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_weight_that_a_unit_returns_is_whole_where_it_is_used(world_size):
-    run_ranks(handed_out, world_size)
+    run_kept_ranks(handed_out, world_size)
 
 
 ESCAPED: list[torch.Tensor] = []
@@ -391,12 +391,12 @@ def _noting(kept, module, output):
 def test_what_escaped_through_a_closure_is_an_error_and_never_a_crash(
     world_size, use_orig_params, frozen
 ):
-    run_ranks(escaped, world_size, use_orig_params, frozen=frozen)
+    run_kept_ranks(escaped, world_size, use_orig_params, frozen=frozen)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_past_every_hook_is_refused_naming_the_unit(world_size):
-    run_ranks(escaped_first_layer, world_size)
+    run_kept_ranks(escaped_first_layer, world_size)
 
 
 class Renormed(nn.Module):
@@ -438,4 +438,4 @@ def renormed(use_orig_params):
 def test_embeddings_that_shrink_rows_train_on_one_rank_and_are_refused_by_name_on_several(
     world_size, use_orig_params
 ):
-    run_ranks(renormed, world_size, use_orig_params)
+    run_kept_ranks(renormed, world_size, use_orig_params)

@@ -19,7 +19,7 @@ from fsdp import ShardingStrategy
 from tests.support.compare import Tolerance, assert_close
 from tests.support.models import ENTRIES
 from tests.support.oracles import wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.strategies import scripts
 
 # SGD with a rate of 0.05: a parameter moves by far less than its size, and errors of gradients by a twentieth.
@@ -144,4 +144,4 @@ def play(name, script, strategy, orig):
     orig=st.booleans(),
 )
 def test_any_script_leaves_what_the_plain_model_has(world_size, name, script, strategy, orig):
-    run_ranks(play, world_size, name, script, strategy, orig, timeout=30)
+    run_kept_ranks(play, world_size, name, script, strategy, orig, timeout=30)

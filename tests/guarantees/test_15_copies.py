@@ -21,7 +21,7 @@ from fsdp.errors import CheckpointError, ConfigError
 from tests.dist.test_engine_features import record
 from tests.dist.test_guarantees import Tied
 from tests.support.compare import assert_bitwise
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 from tests.support.scripts import (
     Block,
     assert_same_gradients,
@@ -81,7 +81,7 @@ def pickles(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_pickled_model_is_the_same_model_in_the_same_world(world_size, strategy):
-    run_ranks(pickles, world_size, strategy)
+    run_kept_ranks(pickles, world_size, strategy)
 
 
 def big_pickle(use_orig_params):
@@ -94,7 +94,7 @@ def big_pickle(use_orig_params):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_pickle_holds_this_ranks_shard_once_and_no_more(world_size, use_orig_params):
     whole = 2 * 200 * 200 * 4
-    for size in run_ranks(big_pickle, world_size, use_orig_params):
+    for size in run_kept_ranks(big_pickle, world_size, use_orig_params):
         assert 0.99 * whole / world_size < size < whole / world_size + 40_000
 
 
@@ -116,7 +116,7 @@ def rules_and_buffers(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_dtype_rules_and_cast_buffers_survive(world_size, use_orig_params):
-    run_ranks(rules_and_buffers, world_size, use_orig_params)
+    run_kept_ranks(rules_and_buffers, world_size, use_orig_params)
 
 
 def another_world(data=None):
@@ -127,7 +127,7 @@ def another_world(data=None):
 
 
 def test_a_pickle_in_another_world_is_refused_by_name():
-    data = run_ranks(another_world, 2)
+    data = run_kept_ranks(another_world, 2)
     (alone,) = run_ranks_outcomes(another_world, 1, data[0])
     assert alone.raised(CheckpointError)
     assert "fsdp.checkpoint" in alone.message
@@ -174,7 +174,7 @@ def averages():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_sharded_average_equals_the_average_of_the_whole_bit_by_bit(world_size):
-    run_ranks(averages, world_size)
+    run_kept_ranks(averages, world_size)
 
 
 def forgotten(use_orig_params):
@@ -197,5 +197,5 @@ def forgotten(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_deleting_a_model_and_its_copy_frees_both(world_size, use_orig_params):
-    for freed in run_ranks(forgotten, world_size, use_orig_params):
+    for freed in run_kept_ranks(forgotten, world_size, use_orig_params):
         assert all(freed)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 from tests.support.scripts import batch, build, wrap
 
 COUNTS = {1: [3], 2: [2, 5], 3: [3, 5, 0], 4: [3, 5, 7, 0]}
@@ -98,41 +98,41 @@ EXPOSURES = pytest.mark.parametrize("exposure", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @EXPOSURES
 def test_training_divides_by_the_ranks_that_still_have_data(exposure, world_size):
-    run_ranks(joined, world_size, COUNTS[world_size], exposure)
+    run_kept_ranks(joined, world_size, COUNTS[world_size], exposure)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 @EXPOSURES
 @WORLDS
 def test_under_every_strategy(world_size, exposure, strategy):
-    run_ranks(joined, world_size, COUNTS[world_size], exposure, strategy)
+    run_kept_ranks(joined, world_size, COUNTS[world_size], exposure, strategy)
 
 
 @EXPOSURES
 @WORLDS
 def test_as_an_option_it_divides_by_all_ranks(world_size, exposure):
     counts = COUNTS[world_size]
-    run_ranks(joined, world_size, counts, exposure, divide_by_initial_world_size=True)
+    run_kept_ranks(joined, world_size, counts, exposure, divide_by_initial_world_size=True)
 
 
 @EXPOSURES
 @WORLDS
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(world_size, exposure):
-    run_ranks(joined, world_size, COUNTS[world_size], exposure, clip=0.5)
+    run_kept_ranks(joined, world_size, COUNTS[world_size], exposure, clip=0.5)
 
 
 @EXPOSURES
 @WORLDS
 def test_evaluation_and_zeroed_gradients_in_between(world_size, exposure):
     counts = COUNTS[world_size]
-    run_ranks(joined, world_size, counts, exposure, evaluate=True, set_to_none=False)
+    run_kept_ranks(joined, world_size, counts, exposure, evaluate=True, set_to_none=False)
 
 
 @EXPOSURES
 @WORLDS
 def test_micro_batches_accumulate(world_size, exposure):
     counts = [2, 6, 0][:world_size]
-    run_ranks(joined, world_size, counts, exposure, accumulate=2, clip=1.0)
+    run_kept_ranks(joined, world_size, counts, exposure, accumulate=2, clip=1.0)
 
 
 def evaluates(counts, exposure):
@@ -148,7 +148,7 @@ def evaluates(counts, exposure):
 @EXPOSURES
 @WORLDS
 def test_evaluation_of_uneven_sets(world_size, exposure):
-    run_ranks(evaluates, world_size, [0, 4, 1][:world_size], exposure)
+    run_kept_ranks(evaluates, world_size, [0, 4, 1][:world_size], exposure)
 
 
 def named_optimizers():
@@ -181,7 +181,7 @@ def named_optimizers():
 
 @WORLDS
 def test_several_optimizers_are_stepped_where_the_others_step_them(world_size):
-    run_ranks(named_optimizers, world_size)
+    run_kept_ranks(named_optimizers, world_size)
 
 
 def resumes_unevenly(exposure):
@@ -202,7 +202,7 @@ def resumes_unevenly(exposure):
 @EXPOSURES
 @WORLDS
 def test_optimizer_state_advances_on_ranks_without_data(world_size, exposure):
-    run_ranks(resumes_unevenly, world_size, exposure)
+    run_kept_ranks(resumes_unevenly, world_size, exposure)
 
 
 def early_termination(exposure):
@@ -220,7 +220,7 @@ def early_termination(exposure):
 @EXPOSURES
 @pytest.mark.parametrize("world_size", [2, 3])  # alone there is nobody to be ended by
 def test_on_demand_the_first_rank_without_data_ends_all(world_size, exposure):
-    run_ranks(early_termination, world_size, exposure)
+    run_kept_ranks(early_termination, world_size, exposure)
 
 
 def disabled(exposure):
@@ -239,7 +239,7 @@ def disabled(exposure):
 @EXPOSURES
 @WORLDS
 def test_a_disabled_context_changes_nothing(world_size, exposure):
-    run_ranks(disabled, world_size, exposure)
+    run_kept_ranks(disabled, world_size, exposure)
 
 
 def hybrid(exposure):
@@ -266,7 +266,7 @@ def hybrid(exposure):
 
 @EXPOSURES
 def test_hybrid_sharding(exposure):
-    run_ranks(hybrid, 4, exposure)
+    run_kept_ranks(hybrid, 4, exposure)
 
 
 def two_graphs(exposure):

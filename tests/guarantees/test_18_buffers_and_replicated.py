@@ -20,7 +20,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, TRAINED, assert_bitwise, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, make_optimizer, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -83,7 +83,7 @@ def replicated(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_replicated_modules_stay_whole_and_train_with_the_rest(world_size, strategy):
-    run_ranks(replicated, world_size, strategy)
+    run_kept_ranks(replicated, world_size, strategy)
 
 
 def replicated_hybrid():
@@ -106,7 +106,7 @@ def replicated_hybrid():
 
 
 def test_replicated_modules_are_averaged_over_both_axes_of_hybrid_sharding():
-    run_ranks(replicated_hybrid, 4)
+    run_kept_ranks(replicated_hybrid, 4)
 
 
 def refused():
@@ -132,7 +132,7 @@ def refused():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_can_not_be_replicated_is_refused(world_size):
-    run_ranks(refused, world_size)
+    run_kept_ranks(refused, world_size)
 
 
 def warned(trainable, use_orig_params):
@@ -207,7 +207,7 @@ def buffers():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_cast_buffer_is_saved_with_every_bit_it_had(world_size):
-    run_ranks(buffers, world_size)
+    run_kept_ranks(buffers, world_size)
 
 
 def meta_buffers():
@@ -222,7 +222,7 @@ def meta_buffers():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_non_persistent_buffers_are_right_after_meta_init_on_every_rank(world_size):
-    run_ranks(meta_buffers, world_size)
+    run_kept_ranks(meta_buffers, world_size)
 
 
 def filled_by_rank_zero(shape, use_orig_params):
@@ -254,7 +254,7 @@ def filled_by_rank_zero(shape, use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], ids=str)
 def test_buffers_that_only_rank_zero_has_reach_every_rank_of_every_mesh(shape, use_orig_params):
-    run_ranks(filled_by_rank_zero, shape[0] * shape[1], shape, use_orig_params)
+    run_kept_ranks(filled_by_rank_zero, shape[0] * shape[1], shape, use_orig_params)
 
 
 def statistics(use_orig_params):
@@ -279,4 +279,4 @@ def statistics(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batch_norms_keep_the_statistics_of_float32_under_bfloat16(world_size, use_orig_params):
-    run_ranks(statistics, world_size, use_orig_params)
+    run_kept_ranks(statistics, world_size, use_orig_params)

@@ -19,7 +19,7 @@ from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.compare import assert_bitwise
 from tests.support.models import GptBlock, entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, assert_same_gradients, batch, build, full_grads, wrap
 
 POLICIES = {
@@ -60,12 +60,14 @@ def normal(module):
 @pytest.mark.parametrize("init", [None, normal], ids=["reset_parameters", "param_init_fn"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_meta_initialisation_is_the_same_for_any_number_of_ranks_and_policy(strategy, init):
-    expected = run_ranks(initialised, 1, "FULL_SHARD", ["none"], init)[0][0]
+    expected = run_kept_ranks(initialised, 1, "FULL_SHARD", ["none"], init)[0][0]
     assert expected["emb.weight"].abs().max() > 0
     blocks = [expected[f"blocks.{i}.attn.qkv.weight"] for i in range(2)]
     assert not torch.equal(*blocks)  # each module draws its own
     for world_size in (1, 2, 3):
-        for rank, found in enumerate(run_ranks(initialised, world_size, strategy, POLICIES, init)):
+        for rank, found in enumerate(
+            run_kept_ranks(initialised, world_size, strategy, POLICIES, init)
+        ):
             for weights in found:
                 drawn = weights.pop("next")
                 if rank == 0:
@@ -86,7 +88,7 @@ def two_models():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_models_built_one_after_the_other_differ(world_size):
-    for left, right in run_ranks(two_models, world_size):
+    for left, right in run_kept_ranks(two_models, world_size):
         assert not torch.equal(left, right)
 
 
@@ -106,7 +108,7 @@ def seeded_apart(use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_replicas_are_identical_after_wrapping_however_ranks_were_seeded(use_orig_params):
-    first, *others = run_ranks(seeded_apart, 4, use_orig_params)
+    first, *others = run_kept_ranks(seeded_apart, 4, use_orig_params)
     for other in others:
         assert_bitwise(first, other)
 
@@ -153,6 +155,6 @@ def dropout():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_dropout_follows_the_ranks_own_seed_and_replays_in_recomputation(world_size):
-    outputs = run_ranks(dropout, world_size)
+    outputs = run_kept_ranks(dropout, world_size)
     for one, other in itertools.combinations(outputs, 2):
         assert not torch.equal(one, other)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import ShardedParameterError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, assert_same_gradients, batch, build, full_grads, wrap
 
 
@@ -715,7 +715,7 @@ def every_program():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_program_computes_what_the_dense_model_does(world_size):
-    run_ranks(every_program, world_size, timeout=200)
+    run_kept_ranks(every_program, world_size, timeout=200)
 
 
 class YieldingBlock(Block):
@@ -760,4 +760,4 @@ def read_late(use_orig_params):
 def test_weights_that_are_read_past_their_units_forward_are_refused_by_name(
     world_size, use_orig_params
 ):
-    run_ranks(read_late, world_size, use_orig_params)
+    run_kept_ranks(read_late, world_size, use_orig_params)

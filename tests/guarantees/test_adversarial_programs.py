@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, batch, check_script
 
 PROGRAMS = {}
@@ -217,7 +217,7 @@ def every_program():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_program_computes_what_the_dense_model_does(world_size):
-    run_ranks(every_program, world_size)
+    run_kept_ranks(every_program, world_size)
 
 
 class Momentum(nn.Module):
@@ -269,4 +269,4 @@ def odd_modules():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_modules_that_look_after_their_weights_themselves(world_size):
-    run_ranks(odd_modules, world_size)
+    run_kept_ranks(odd_modules, world_size)

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import StateDictType
 from fsdp.errors import FsdpWarning, UsageError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -146,7 +146,7 @@ def added(use_orig_params):
 def test_what_is_added_and_trained_is_right_on_one_rank_and_refused_on_more(
     world_size, use_orig_params
 ):
-    run_ranks(added, world_size, use_orig_params)
+    run_kept_ranks(added, world_size, use_orig_params)
 
 
 def harmless(use_orig_params):
@@ -190,7 +190,7 @@ def harmless(use_orig_params):
 @EXPOSURES
 @WORLDS
 def test_frozen_additions_are_fine_until_they_are_thawed(world_size, use_orig_params):
-    run_ranks(harmless, world_size, use_orig_params)
+    run_kept_ranks(harmless, world_size, use_orig_params)
 
 
 def below_ignored(use_orig_params):
@@ -223,7 +223,7 @@ def below_ignored(use_orig_params):
 
 @EXPOSURES
 def test_what_is_ignored_stays_ignored(use_orig_params):
-    run_ranks(below_ignored, 2, use_orig_params)
+    run_kept_ranks(below_ignored, 2, use_orig_params)
 
 
 def taken_out(use_orig_params):
@@ -270,7 +270,7 @@ def taken_out(use_orig_params):
 @EXPOSURES
 @WORLDS
 def test_what_is_taken_out_leaves_the_rest_as_it_was(world_size, use_orig_params):
-    run_ranks(taken_out, world_size, use_orig_params)
+    run_kept_ranks(taken_out, world_size, use_orig_params)
 
 
 def parameter_taken_out(use_orig_params):
@@ -288,7 +288,7 @@ def parameter_taken_out(use_orig_params):
 @EXPOSURES
 @WORLDS
 def test_a_parameter_that_is_taken_out_is_named(world_size, use_orig_params):
-    run_ranks(parameter_taken_out, world_size, use_orig_params)
+    run_kept_ranks(parameter_taken_out, world_size, use_orig_params)
 
 
 def wrapped(module, **kwargs):
@@ -345,7 +345,7 @@ def joined(use_orig_params):
 @EXPOSURES
 @WORLDS
 def test_a_wrapper_that_is_put_into_a_wrapped_model_joins_it(world_size, use_orig_params):
-    run_ranks(joined, world_size, use_orig_params)
+    run_kept_ranks(joined, world_size, use_orig_params)
 
 
 def part_of_another(use_orig_params):
@@ -362,7 +362,7 @@ def part_of_another(use_orig_params):
 @EXPOSURES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_of_another_model_is_refused(world_size, use_orig_params):
-    run_ranks(part_of_another, world_size, use_orig_params)
+    run_kept_ranks(part_of_another, world_size, use_orig_params)
 
 
 def tied_late(use_orig_params):
@@ -384,7 +384,7 @@ def tied_late(use_orig_params):
 @EXPOSURES
 @WORLDS
 def test_a_managed_parameter_at_a_second_place_is_refused(world_size, use_orig_params):
-    run_ranks(tied_late, world_size, use_orig_params)
+    run_kept_ranks(tied_late, world_size, use_orig_params)
 
 
 def unmarked(use_orig_params):
@@ -437,7 +437,7 @@ def unmarked(use_orig_params):
 @EXPOSURES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_that_nobody_changes_is_not_looked_at(world_size, use_orig_params):
-    run_ranks(unmarked, world_size, use_orig_params)
+    run_kept_ranks(unmarked, world_size, use_orig_params)
 
 
 def copied(use_orig_params):
@@ -463,7 +463,7 @@ def copied(use_orig_params):
 
 @EXPOSURES
 def test_a_copy_of_a_changed_model_is_refused_as_its_forward_is(use_orig_params):
-    run_ranks(copied, 2, use_orig_params)
+    run_kept_ranks(copied, 2, use_orig_params)
 
 
 def forgotten():
@@ -480,7 +480,7 @@ def forgotten():
 
 
 def test_nothing_is_left_of_a_deleted_model():
-    run_ranks(forgotten, 1)
+    run_kept_ranks(forgotten, 1)
 
 
 def put_back(use_orig_params):

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 WIDTH = 5
 
@@ -88,6 +88,6 @@ def run_wrapped(orig, joined):
 def test_changes_of_units_that_only_other_ranks_run_are_followed(world_size, orig, joined):
     wanted, grads = run(Branches(world_size), range(world_size), world_size)
 
-    for rank, (losses, found) in enumerate(run_ranks(run_wrapped, world_size, orig, joined)):
+    for rank, (losses, found) in enumerate(run_kept_ranks(run_wrapped, world_size, orig, joined)):
         torch.testing.assert_close(losses, wanted[rank::world_size])
         torch.testing.assert_close(found, grads)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import BackwardPrefetch, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 
 WIDTH = 5
 COLLECTED: list[torch.Tensor] = []
@@ -91,7 +91,7 @@ def test_a_graph_with_a_backward_inside_may_be_used_again(
     wanted = [several_backwards(model, rank) for rank in range(world_size)]
     grads = [param.grad / world_size for param in model.parameters() if param.grad is not None]
 
-    got = run_ranks(train_energies, world_size, orig, strategy, prefetch, frozen)
+    got = run_kept_ranks(train_energies, world_size, orig, strategy, prefetch, frozen)
 
     for rank, (slopes, found) in enumerate(got):
         torch.testing.assert_close(slopes, wanted[rank])
@@ -195,7 +195,7 @@ def test_parameters_stay_while_a_graph_reads_them_without_gradients(world_size, 
         (model(tokens(rank)).square().sum() / world_size).backward()
     wanted = [param.grad for param in model.parameters() if param.requires_grad]
 
-    for got in run_ranks(train_scaled, world_size, orig, strategy):
+    for got in run_kept_ranks(train_scaled, world_size, orig, strategy):
         torch.testing.assert_close(got, wanted)
 
 
@@ -220,7 +220,7 @@ def residencies_when_reduced():
 
 
 def test_parameters_of_ordinary_layers_are_freed_before_their_gradients_are_reduced():
-    for found in run_ranks(residencies_when_reduced, 2):
+    for found in run_kept_ranks(residencies_when_reduced, 2):
         assert len(found) == 8
         assert {residency for _, residency in found} == {"SHARDED"}
 
@@ -266,7 +266,7 @@ def test_gradients_that_come_several_times_are_not_taken_for_all_of_them(world_s
         sum_of_forwards(model, rank)
     wanted = [param.grad / world_size for param in model.parameters()]
 
-    for got in run_ranks(train_partly, world_size, orig):
+    for got in run_kept_ranks(train_partly, world_size, orig):
         torch.testing.assert_close(got, wanted)
 
 
@@ -328,5 +328,5 @@ def test_hooks_that_module_code_puts_on_its_output_find_whole_parameters(
         model(rows(rank)).square().sum().backward()
     wanted = [param.grad / world_size for param in model.parameters()]
 
-    for got in run_ranks(train_equilibria, world_size, orig, prefetch):
+    for got in run_kept_ranks(train_equilibria, world_size, orig, prefetch):
         torch.testing.assert_close(got, wanted)

@@ -9,7 +9,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, TrainingStateError, UsageError
 from fsdp.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, batch
 
 
@@ -83,4 +83,4 @@ def misuse_and_go_on(orig):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_wrong_uses_are_refused_and_leave_the_model_as_it_was(world_size, orig):
-    run_ranks(misuse_and_go_on, world_size, orig)
+    run_kept_ranks(misuse_and_go_on, world_size, orig)

@@ -20,7 +20,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import UsageError
 from fsdp.optim import apply_optimizer_in_backward
 from fsdp.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 STRATEGIES = (
     ShardingStrategy.FULL_SHARD,
@@ -126,18 +126,18 @@ def trained(checkpointed, **kwargs):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("orig", [False, True])
 def test_what_a_forward_writes_is_trained_on(orig, world_size):
-    run_ranks(trained, world_size, False, use_orig_params=orig)
+    run_kept_ranks(trained, world_size, False, use_orig_params=orig)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("orig", [False, True])
 def test_what_a_checkpointed_forward_writes_twice_is_trained_on(orig, world_size):
-    run_ranks(trained, world_size, True, use_orig_params=orig)
+    run_kept_ranks(trained, world_size, True, use_orig_params=orig)
 
 
 @pytest.mark.parametrize("what", ["offload_params", "offload_optimizer"])
 def test_what_a_forward_writes_reaches_offloaded_shards(what):
-    run_ranks(trained, 3, False, cpu_offload=CPUOffload(**{what: True}))
+    run_kept_ranks(trained, 3, False, cpu_offload=CPUOffload(**{what: True}))
 
 
 def begins_late(use_orig_params):
@@ -156,7 +156,7 @@ def begins_late(use_orig_params):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_writes_that_begin_later_are_seen_by_the_next_look(orig):
-    run_ranks(begins_late, 2, orig)
+    run_kept_ranks(begins_late, 2, orig)
 
 
 def other_memory(use_orig_params, strategy):
@@ -179,7 +179,7 @@ def other_memory(use_orig_params, strategy):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_parameter_that_is_given_other_memory_at_any_time_is_followed(orig, world_size, strategy):
-    run_ranks(other_memory, world_size, orig, strategy)
+    run_kept_ranks(other_memory, world_size, orig, strategy)
 
 
 def turned(layer):
@@ -202,7 +202,7 @@ def turns(use_orig_params):
 def test_a_parameter_whose_memory_is_read_in_another_order_is_written_in_that_order(
     orig, world_size
 ):
-    run_ranks(turns, world_size, orig)
+    run_kept_ranks(turns, world_size, orig)
 
 
 class Momentum(nn.Module):
@@ -242,7 +242,7 @@ def follows(through_data, strategy):
 def test_what_is_written_into_shards_after_they_were_gathered_is_not_taken_for_old_values(
     world_size, through_data, strategy
 ):
-    run_ranks(follows, world_size, through_data, strategy)
+    run_kept_ranks(follows, world_size, through_data, strategy)
 
 
 class Adapted(nn.Module):
@@ -280,7 +280,7 @@ def steps_in_backward(**kwargs):
 
 @pytest.mark.parametrize("kwargs", [{}, {"allow_unused": "any_rank"}])
 def test_a_step_in_the_backward_is_not_undone_by_what_the_forward_has_written(kwargs):
-    run_ranks(steps_in_backward, 2, **kwargs)
+    run_kept_ranks(steps_in_backward, 2, **kwargs)
 
 
 def keeps_bits(write):
@@ -315,7 +315,7 @@ def one_through_data(layer):
 
 @pytest.mark.parametrize("write", [one_in_place, one_through_data])
 def test_a_write_in_low_precision_leaves_the_other_elements_of_the_shards_alone(write):
-    run_ranks(keeps_bits, 2, write)
+    run_kept_ranks(keeps_bits, 2, write)
 
 
 def another_parameter(layer):
@@ -354,4 +354,4 @@ def refused(write, use_orig_params):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("write", [another_parameter, another_dtype, another_shape, fewer_rows])
 def test_another_parameter_dtype_or_shape_in_a_forward_is_refused_by_name(write, orig, world_size):
-    run_ranks(refused, world_size, write, orig)
+    run_kept_ranks(refused, world_size, write, orig)

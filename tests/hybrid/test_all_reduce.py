@@ -12,7 +12,7 @@ from fsdp.errors import UnsupportedError, UsageError
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import batch, build, wrap
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -141,7 +141,7 @@ class Counted:
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 1), (1, 2)])
 def test_without_all_reduce_backwards_add_up_until_one_with(replicas, shards, orig):
-    run_ranks(deferred, replicas * shards, replicas, shards, orig, 3)
+    run_kept_ranks(deferred, replicas * shards, replicas, shards, orig, 3)
 
 
 def part(orig):
@@ -168,7 +168,7 @@ def part(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_what_was_left_is_summed_in_the_next_backward_that_wants_it(orig):
-    run_ranks(part, 4, orig)
+    run_kept_ranks(part, 4, orig)
 
 
 def early_step(orig):
@@ -193,4 +193,4 @@ def early_step(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_steps_before_the_sum_and_communication_hooks_are_refused(orig):
-    run_ranks(early_step, 4, orig)
+    run_kept_ranks(early_step, 4, orig)

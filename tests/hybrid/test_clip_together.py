@@ -21,7 +21,7 @@ from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 KINDS = ("HYBRID_SHARD", "FULL_SHARD", "NO_SHARD")
 SCALE = 64.0
@@ -85,7 +85,7 @@ def together(order, orig):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("order", [1.0, 2.0, 2.5, math.inf])
 def test_several_strategies_and_a_scaler_are_clipped_as_one(order, orig):
-    by_rank = run_ranks(together, 4, order, orig)
+    by_rank = run_kept_ranks(together, 4, order, orig)
     assert by_rank == [by_rank[0]] * 4
 
 
@@ -99,7 +99,7 @@ def by_method(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_host_never_waits_for_the_norm(orig):
-    run_ranks(by_method, 4, orig)
+    run_kept_ranks(by_method, 4, orig)
 
 
 def named(orig):
@@ -122,4 +122,4 @@ def named(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_what_is_not_finite_is_named_under_every_strategy(orig):
-    run_ranks(named, 4, orig)
+    run_kept_ranks(named, 4, orig)

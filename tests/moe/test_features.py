@@ -16,7 +16,7 @@ from fsdp.optim import apply_optimizer_in_backward
 from tests.moe.support import Block, build, dense_mean, loss_of, place, spread, wrap
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.oracles import full_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 
 def checkpointed(blocks):
@@ -46,7 +46,7 @@ def features(kind, orig):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("kind", ["checkpoint", "any_rank", "deepcopy"])
 def test_gradients_stay_the_dense_models(kind, orig):
-    run_ranks(features, 4, kind, orig)
+    run_kept_ranks(features, 4, kind, orig)
 
 
 def routed_in_full_precision():
@@ -74,7 +74,7 @@ def routed_in_full_precision():
 
 
 def test_the_router_stays_in_float32_by_a_rule():
-    run_ranks(routed_in_full_precision, 4)
+    run_kept_ranks(routed_in_full_precision, 4)
 
 
 def stepped(orig):
@@ -91,7 +91,7 @@ def stepped(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_norm_of_a_step_in_the_backward_counts_all_experts(orig):
-    run_ranks(stepped, 4, orig)
+    run_kept_ranks(stepped, 4, orig)
 
 
 def late_rank():
@@ -141,4 +141,4 @@ def in_hybrid(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_experts_inside_a_hybrid_model(orig):
-    run_ranks(in_hybrid, 4, orig)
+    run_kept_ranks(in_hybrid, 4, orig)

@@ -16,7 +16,7 @@ from fsdp.errors import ConfigError, UnsupportedError, UsageError
 from tests.moe.support import build, data, dense_mean, loss_of, place, spread, wrap
 from tests.support.compare import GRADIENTS, TRAINED, assert_close
 from tests.support.oracles import full_grads, full_params, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 WORLDS = [(2, 2), (4, 2), (4, 4), (3, 1), (2, 1)]  # ranks, and how many of them share the experts
 
@@ -35,7 +35,7 @@ def gradients(expert_ranks, strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize(("world", "expert_ranks"), WORLDS)
 def test_experts_gradients_are_the_mean_over_all_data_that_they_saw(world, expert_ranks, strategy):
-    run_ranks(gradients, world, expert_ranks, strategy)
+    run_kept_ranks(gradients, world, expert_ranks, strategy)
 
 
 def clipped(expert_ranks, order, orig, strategy):
@@ -65,13 +65,13 @@ def clipped(expert_ranks, order, orig, strategy):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("order", [2.0, 1.0, 0.5, math.inf])
 def test_each_parameter_counts_once_in_the_norm_which_is_equal_on_all_ranks(order, orig):
-    by_rank = run_ranks(clipped, 4, 2, order, orig, "FULL_SHARD")
+    by_rank = run_kept_ranks(clipped, 4, 2, order, orig, "FULL_SHARD")
     assert all(norms == by_rank[0] for norms in by_rank)
 
 
 @pytest.mark.parametrize("expert_ranks", [2, 4])
 def test_replicated_experts_count_once_too(expert_ranks):
-    by_rank = run_ranks(clipped, 4, expert_ranks, 2.0, False, "NO_SHARD")
+    by_rank = run_kept_ranks(clipped, 4, expert_ranks, 2.0, False, "NO_SHARD")
     assert all(norms == by_rank[0] for norms in by_rank)
 
 
@@ -88,7 +88,7 @@ def nonfinite():
 
 
 def test_what_is_not_finite_on_some_ranks_is_named_on_all():
-    run_ranks(nonfinite, 4)
+    run_kept_ranks(nonfinite, 4)
 
 
 def divisors(expert_ranks):
@@ -106,7 +106,7 @@ def divisors(expert_ranks):
 
 
 def test_a_divisor_for_a_step_is_the_experts_too_and_none_restores_their_own():
-    run_ranks(divisors, 4, 2)
+    run_kept_ranks(divisors, 4, 2)
 
 
 def by_hand(orig):
@@ -130,7 +130,7 @@ def by_hand(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_experts_wrapped_by_hand_with_another_group_are_the_same(orig):
-    run_ranks(by_hand, 4, orig)
+    run_kept_ranks(by_hand, 4, orig)
 
 
 def trained(orig, accumulate, clip):
@@ -159,7 +159,7 @@ def trained(orig, accumulate, clip):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_with_accumulation_and_clipping_is_the_dense_models(orig, accumulate):
-    run_ranks(trained, 4, orig, accumulate, True)
+    run_kept_ranks(trained, 4, orig, accumulate, True)
 
 
 def synchronised():
@@ -174,7 +174,7 @@ def synchronised():
 
 
 def test_synchronising_gives_experts_the_values_of_the_first_rank_that_has_them():
-    run_ranks(synchronised, 4)
+    run_kept_ranks(synchronised, 4)
 
 
 def unused(orig):
@@ -195,7 +195,7 @@ def unused(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_ranks_whose_tokens_do_not_reach_an_expert_still_reduce_it(orig):
-    run_ranks(unused, 4, orig)
+    run_kept_ranks(unused, 4, orig)
 
 
 def refused():
@@ -213,4 +213,4 @@ def refused():
 
 
 def test_what_can_not_be_right_is_refused():
-    run_ranks(refused, 4)
+    run_kept_ranks(refused, 4)

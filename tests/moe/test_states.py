@@ -13,7 +13,7 @@ from fsdp.errors import CheckpointError, FsdpWarning, UnsupportedError
 from fsdp.state.elsewhere import merged_order
 from tests.moe.support import build, loss_of, place, spread, wrap
 from tests.support.compare import TRAINED, assert_bitwise, assert_close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 
 def optimizer_of(model):
@@ -65,7 +65,7 @@ def whole(orig, expert_ranks):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize(("world", "expert_ranks"), [(4, 2), (2, 2)])
 def test_a_full_state_dict_is_the_dense_models_and_loads_as_it(world, expert_ranks, orig):
-    run_ranks(whole, world, orig, expert_ranks)
+    run_kept_ranks(whole, world, orig, expert_ranks)
 
 
 def sharded(orig, folder):
@@ -97,8 +97,8 @@ def dense_load(folder):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_torchs_checkpoint_of_spread_experts_loads_into_the_dense_model(tmp_path, orig):
-    saved = run_ranks(sharded, 4, orig, tmp_path / "dcp")[0]
-    assert_bitwise(dict(saved), dict(run_ranks(dense_load, 1, tmp_path / "dcp")[0]))
+    saved = run_kept_ranks(sharded, 4, orig, tmp_path / "dcp")[0]
+    assert_bitwise(dict(saved), dict(run_kept_ranks(dense_load, 1, tmp_path / "dcp")[0]))
 
 
 def optimizer_states(orig):
@@ -139,7 +139,7 @@ def optimizer_states(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_optimizers_state_is_the_dense_models_and_loads_as_it(orig):
-    run_ranks(optimizer_states, 4, orig)
+    run_kept_ranks(optimizer_states, 4, orig)
 
 
 def save_folder(folder, expert_ranks, orig):
@@ -164,8 +164,10 @@ def load_folder(folder, expert_ranks, orig):
 )
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_checkpoint_loads_with_experts_over_other_ranks(tmp_path, saving, loading, orig):
-    saved, saved_optimizer = run_ranks(save_folder, saving[0], tmp_path / "c", saving[1], orig)[0]
-    for model, optimizer in run_ranks(
+    saved, saved_optimizer = run_kept_ranks(
+        save_folder, saving[0], tmp_path / "c", saving[1], orig
+    )[0]
+    for model, optimizer in run_kept_ranks(
         load_folder, loading[0], tmp_path / "c", loading[1], not orig
     ):
         assert_bitwise(dict(saved), dict(model))
@@ -204,7 +206,7 @@ def same_names(kind, config):
     ids=["full", "sharded"],
 )
 def test_a_name_that_means_different_experts_on_different_ranks_is_refused(kind, config):
-    run_ranks(same_names, 4, kind, config)
+    run_kept_ranks(same_names, 4, kind, config)
 
 
 def own_experts():
@@ -235,7 +237,7 @@ def frozen():
 
 
 def test_frozen_units_over_fewer_ranks_are_copies():
-    run_ranks(frozen, 4)
+    run_kept_ranks(frozen, 4)
 
 
 def test_orders_of_ranks_are_merged_where_they_belong():

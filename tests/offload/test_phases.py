@@ -17,7 +17,7 @@ from fsdp.optim.paged import PagedOptimizer
 from tests.offload.test_training import EXPOSURES, KINDS, map_everything
 from tests.support.compare import assert_bitwise
 from tests.support.oracles import full_grads, full_params
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 
 class Net(nn.Module):
@@ -99,7 +99,7 @@ def alike():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_and_identities_survive(world_size):
-    run_ranks(alike, world_size)
+    run_kept_ranks(alike, world_size)
 
 
 def while_away():
@@ -121,7 +121,7 @@ def while_away():
 
 
 def test_tensors_can_be_stepped_saved_and_loaded_while_away():
-    run_ranks(while_away, 2)
+    run_kept_ranks(while_away, 2)
 
 
 def refused():
@@ -154,7 +154,7 @@ def refused():
 
 
 def test_what_cannot_be_is_refused_with_the_remedy():
-    run_ranks(refused, 2)
+    run_kept_ranks(refused, 2)
 
 
 def construction():
@@ -163,7 +163,7 @@ def construction():
 
 
 def test_a_missing_folder_is_refused_before_anything_is_changed():
-    run_ranks(construction, 2)
+    run_kept_ranks(construction, 2)
 
 
 def test_bad_combinations_are_refused_when_they_are_named():

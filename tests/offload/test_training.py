@@ -32,7 +32,7 @@ from tests.support.oracles import (
     train_dense,
     wrap_entry,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 KINDS = {
     "params": {"offload_params": True},
@@ -223,7 +223,7 @@ def low_precision_alike(hybrid):
 def test_masters_on_the_host_are_gathered_in_the_low_dtype_and_scaled_losses_skip_alike(
     world_size, hybrid
 ):
-    run_ranks(low_precision_alike, world_size, hybrid)
+    run_kept_ranks(low_precision_alike, world_size, hybrid)
 
 
 def empty_shards():

@@ -12,7 +12,7 @@ from fsdp import FullOptimStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.recording import Recording
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, one_step, wrap
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 MAKERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -68,7 +68,7 @@ def stop_and_go_on(form, name):
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("form", [Form(2), Form(2, True), Form(3, True, "every")], ids=str)
 def test_groups_schedulers_and_absent_state_survive_bitwise(form, name):
-    run_ranks(stop_and_go_on, form.world_size, form, name)
+    run_kept_ranks(stop_and_go_on, form.world_size, form, name)
 
 
 def groups_in_another_order(form):
@@ -84,7 +84,7 @@ def groups_in_another_order(form):
 
 @pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
 def test_groups_are_found_by_the_names_in_them(form):
-    run_ranks(groups_in_another_order, 2, form)
+    run_kept_ranks(groups_in_another_order, 2, form)
 
 
 def launches(form, name, *, rank0_only=False, sharded=False):
@@ -111,8 +111,8 @@ def launches(form, name, *, rank0_only=False, sharded=False):
 @pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
 @pytest.mark.parametrize("how", [{}, {"rank0_only": True}, {"sharded": True}], ids=str)
 def test_launches_do_not_grow_with_the_number_of_state_tensors(form, how):
-    one, units = run_ranks(launches, 2, form, "momentum", **how)[0]
-    three, _ = run_ranks(launches, 2, form, "adam-amsgrad", **how)[0]
+    one, units = run_kept_ranks(launches, 2, form, "momentum", **how)[0]
+    three, _ = run_kept_ranks(launches, 2, form, "adam-amsgrad", **how)[0]
     assert one == three
     assert len(one) == 2 + units  # two for the descriptions, then one a unit
 
@@ -136,7 +136,7 @@ def fresh_and_loaded(form):
 
 @pytest.mark.parametrize("form", [Form(2), Form(2, True), Form(1, True)], ids=str)
 def test_loaded_state_lies_in_memory_as_fresh_state_does(form):
-    run_ranks(fresh_and_loaded, form.world_size, form)
+    run_kept_ranks(fresh_and_loaded, form.world_size, form)
 
 
 def counters_of_scalars(form):
@@ -155,7 +155,7 @@ def counters_of_scalars(form):
 
 @pytest.mark.parametrize("form", [Form(2, True), Form(1, True), Form(2)], ids=str)
 def test_counters_of_parameters_without_dimensions_stay_counters(form):
-    run_ranks(counters_of_scalars, form.world_size, form)
+    run_kept_ranks(counters_of_scalars, form.world_size, form)
 
 
 def scattered_bytes(form):

@@ -17,7 +17,7 @@ from fsdp.errors import ConfigError, UsageError
 from fsdp.optim import apply_optimizer_in_backward
 from fsdp.runtime import root
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, part, unmanaged, wrap
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 FORMS = [
     Form(1),
@@ -79,7 +79,7 @@ def check_same_as_after(form, name):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_it_equals_steps_after_the_backward(form):
-    run_ranks(same_as_after, form.world_size, form)
+    run_kept_ranks(same_as_after, form.world_size, form)
 
 
 def accumulates(form, steps):
@@ -107,7 +107,7 @@ def accumulates(form, steps):
 @pytest.mark.parametrize("steps", [1, 3], ids=["no_sync", "accumulation_steps"])
 @pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
 def test_accumulation_steps_with_the_sum(form, steps):
-    run_ranks(accumulates, 2, form, steps)
+    run_kept_ranks(accumulates, 2, form, steps)
 
 
 class _NoStep:
@@ -143,7 +143,7 @@ def clips(form):
     "form", [Form(2), Form(3, True), Form(4, True, strategy="HYBRID_SHARD")], ids=str
 )
 def test_clipping_uses_the_norm_of_the_step_before(form):
-    run_ranks(clips, form.world_size, form)
+    run_kept_ranks(clips, form.world_size, form)
 
 
 def gradients_at_once(form):
@@ -168,7 +168,7 @@ def gradients_at_once(form):
 
 @pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
 def test_gradients_of_one_unit_exist_at_a_time(form):
-    stepped = [names for names in run_ranks(gradients_at_once, 2, form)[0] if names]
+    stepped = [names for names in run_kept_ranks(gradients_at_once, 2, form)[0] if names]
     assert stepped == [["layers.1"], ["layers.0"], [""]]
 
 
@@ -218,7 +218,7 @@ def refuses():
 
 
 def test_misuse_is_refused_and_it_can_be_undone():
-    run_ranks(refuses, 2)
+    run_kept_ranks(refuses, 2)
 
 
 class Choosy(nn.Module):
@@ -250,4 +250,4 @@ def differing_use():
 
 
 def test_parameters_that_only_some_ranks_used_are_stepped_on_all():
-    run_ranks(differing_use, 2)
+    run_kept_ranks(differing_use, 2)

@@ -23,7 +23,7 @@ from fsdp import (
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, ConfigError
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, one_step, wrap
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks, run_ranks_outcomes
 
 FORMS = [
     Form(1),
@@ -80,7 +80,7 @@ def every_way_back(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_way_back_gives_the_optimizers_own_state(form):
-    run_ranks(every_way_back, form.world_size, form)
+    run_kept_ranks(every_way_back, form.world_size, form)
 
 
 def sharded_elsewhere(first, second):
@@ -108,7 +108,7 @@ def sharded_elsewhere(first, second):
     ids=str,
 )
 def test_sharded_states_load_in_other_forms(first, second):
-    run_ranks(sharded_elsewhere, first.world_size, first, second)
+    run_kept_ranks(sharded_elsewhere, first.world_size, first, second)
 
 
 def current_type():
@@ -140,7 +140,7 @@ def current_type():
 
 
 def test_the_pair_follows_the_current_state_dict_type():
-    run_ranks(current_type, 2)
+    run_kept_ranks(current_type, 2)
 
 
 def optim_input():
@@ -289,7 +289,7 @@ def wrapped():
 
 @pytest.mark.parametrize("make", [wrapped, Outer])
 def test_an_optimizer_around_another_is_resumed(make):
-    run_ranks(around_another, 2, make)
+    run_kept_ranks(around_another, 2, make)
 
 
 def reversed_halves(module):
@@ -325,7 +325,7 @@ def other_order(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_an_order_of_the_users_own_is_the_same_for_wrapped_and_plain_optimizers(orig):
-    run_ranks(other_order, 2, orig)
+    run_kept_ranks(other_order, 2, orig)
 
 
 def without_groups(form):
@@ -342,11 +342,11 @@ def without_groups(form):
 
 @pytest.mark.parametrize("form", [Form(2), Form(3, True)], ids=str)
 def test_a_state_without_groups_stays_without(form):
-    run_ranks(without_groups, form.world_size, form)
+    run_kept_ranks(without_groups, form.world_size, form)
 
 
 def test_named_optimizers_get_and_give_names():
-    run_ranks(named_optimizer, 2)
+    run_kept_ranks(named_optimizer, 2)
 
 
 def completed_by_the_caller(form):
@@ -383,4 +383,4 @@ def completed_by_the_caller(form):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.filterwarnings("ignore:The `optim_input`:FutureWarning")
 def test_what_no_wrapper_manages_is_left_to_the_caller_by_the_older_functions(world_size, orig):
-    run_ranks(completed_by_the_caller, world_size, Form(world_size, orig, beside=True))
+    run_kept_ranks(completed_by_the_caller, world_size, Form(world_size, orig, beside=True))

@@ -11,7 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_close, assert_equal, dense, wrapped
-from tests.support.ranks import run_ranks
+
+# Under its old name: the samples of a derandomized test follow from the text of its body.
+from tests.support.ranks import run_kept_ranks as run_ranks
 
 WORLDS = {"FULL_SHARD": (1, 2, 3), "SHARD_GRAD_OP": (2,), "NO_SHARD": (2,), "HYBRID_SHARD": (4,)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.docs.test_examples import run_page
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 
 def run_once(page, folder):
@@ -23,4 +23,4 @@ def run_once(page, folder):
     ],
 )
 def test_the_code_of_a_page_runs(tmp_path, page):
-    run_ranks(run_once, 2, page, tmp_path)
+    run_kept_ranks(run_once, 2, page, tmp_path)

@@ -29,7 +29,7 @@ from tests.optim_state.worlds import (
     part,
     wrap,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 
 class Lamb(torch.optim.Optimizer):
@@ -149,7 +149,7 @@ def all_kinds(form, *args):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_it_equals_the_optimizers_of_one_process(form):
-    for found in run_ranks(all_kinds, form.world_size, form):
+    for found in run_kept_ranks(all_kinds, form.world_size, form):
         for kind, (actual, _) in found.items():
             assert_near(dense(kind, 2), actual, kind)
 
@@ -171,8 +171,10 @@ def assert_near(expected, actual, kind):
     ids=str,
 )
 def test_its_state_travels_between_worlds(first, second):
-    states = run_ranks(all_kinds, first.world_size, first)[0]
-    for kind, (resumed, _) in run_ranks(all_kinds, second.world_size, second, states)[0].items():
+    states = run_kept_ranks(all_kinds, first.world_size, first)[0]
+    for kind, (resumed, _) in run_kept_ranks(all_kinds, second.world_size, second, states)[
+        0
+    ].items():
         assert_near(dense(kind, 4), resumed, kind)
 
 
@@ -183,7 +185,7 @@ def stop_and_go_on():
 
 
 def test_resuming_in_the_same_form_is_bitwise():
-    run_ranks(stop_and_go_on, 2)
+    run_kept_ranks(stop_and_go_on, 2)
 
 
 def through_a_checkpoint(folder, form, steps, start):
@@ -199,8 +201,8 @@ def through_a_checkpoint(folder, form, steps, start):
 
 
 def test_its_state_goes_through_checkpoints(tmp_path):
-    run_ranks(through_a_checkpoint, 2, tmp_path, Form(2), 2, 0)
-    resumed = run_ranks(through_a_checkpoint, 3, tmp_path, Form(3, True, "every"), 2, 2)[0]
+    run_kept_ranks(through_a_checkpoint, 2, tmp_path, Form(2), 2, 0)
+    resumed = run_kept_ranks(through_a_checkpoint, 3, tmp_path, Form(3, True, "every"), 2, 2)[0]
     assert_near(dense("shampoo", 4), resumed, "shampoo")
 
 
@@ -231,7 +233,7 @@ def compare_low_precision():
 
 
 def test_mixed_precision_and_low_precision_gradients_work():
-    run_ranks(compare_low_precision, 2)
+    run_kept_ranks(compare_low_precision, 2)
 
 
 def share_of_work(form):
@@ -284,7 +286,7 @@ def launches_and_steps():
 
 
 def test_the_next_bucket_is_on_its_way_while_one_is_stepped():
-    events = run_ranks(launches_and_steps, 2)[0]
+    events = run_kept_ranks(launches_and_steps, 2)[0]
     assert events.pop(0) == "all_reduce"  # which parameters have gradients
     assert events.pop(1) == "step"  # the ignored matrix, in place, with the first bucket under way
     buckets = events.count("step")
@@ -324,7 +326,7 @@ def scheduled(form):
 
 @pytest.mark.parametrize("form", [Form(2), Form(2, True)], ids=["flat", "orig"])
 def test_groups_schedulers_and_closures_work(form):
-    run_ranks(scheduled, 2, form)
+    run_kept_ranks(scheduled, 2, form)
 
 
 def versions():
@@ -345,7 +347,7 @@ def versions():
 
 
 def test_its_writes_are_seen():
-    run_ranks(versions, 2)
+    run_kept_ranks(versions, 2)
 
 
 def refused():
@@ -373,4 +375,4 @@ def refused():
 
 
 def test_misuse_is_refused():
-    run_ranks(refused, 2)
+    run_kept_ranks(refused, 2)

@@ -13,7 +13,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, UnsupportedError
 from fsdp.optim import WholeParamOptimizer, apply_optimizer_in_backward
 from tests.support.compare import TRAINED, assert_bitwise, assert_close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.tensor_parallel.support import (
     Shape,
     build,
@@ -98,8 +98,8 @@ def dense_load(folder):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("shape", [Shape(2, 2), Shape(1, 2)], ids=str)
 def test_model_states_are_the_dense_models_whole_or_in_slices(tmp_path, shape, orig):
-    saved = run_ranks(models, shape.world, shape, orig, tmp_path / "dcp")[0]
-    assert_bitwise(dict(saved), dict(run_ranks(dense_load, 1, tmp_path / "dcp")[0]))
+    saved = run_kept_ranks(models, shape.world, shape, orig, tmp_path / "dcp")[0]
+    assert_bitwise(dict(saved), dict(run_kept_ranks(dense_load, 1, tmp_path / "dcp")[0]))
 
 
 def optimizers(orig):
@@ -133,7 +133,7 @@ def optimizers(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_optimizer_states_are_the_dense_models(orig):
-    run_ranks(optimizers, 4, orig)
+    run_kept_ranks(optimizers, 4, orig)
 
 
 def save_folder(folder, shape, orig):
@@ -163,8 +163,8 @@ def load_folder(folder, shape, orig):
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_checkpoint_loads_at_any_division_of_ranks(tmp_path, saving, loading, orig):
     folder = tmp_path / "c"
-    saved, saved_optimizer = run_ranks(save_folder, saving.world, folder, saving, orig)[0]
-    for model, optimizer in run_ranks(load_folder, loading.world, folder, loading, not orig):
+    saved, saved_optimizer = run_kept_ranks(save_folder, saving.world, folder, saving, orig)[0]
+    for model, optimizer in run_kept_ranks(load_folder, loading.world, folder, loading, not orig):
         assert_bitwise(dict(saved), dict(model))
         for name, values in saved_optimizer["state"].items():
             assert_bitwise(values, optimizer["state"][name])

@@ -28,7 +28,7 @@ from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.errors import ConfigError, UnsupportedError, UsageError
 from tests.support.compare import GRADIENTS, TRAINED, assert_close
 from tests.support.oracles import full_grads, full_params, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.tensor_parallel.support import (
     Model,
     Shape,
@@ -66,7 +66,7 @@ def gradients(shape, strategy):
     ids=str,
 )
 def test_gradients_are_the_mean_over_data_ranks(shape, strategy):
-    run_ranks(gradients, shape.world, shape, strategy)
+    run_kept_ranks(gradients, shape.world, shape, strategy)
 
 
 def trained(shape, orig, accumulate):
@@ -96,7 +96,7 @@ def trained(shape, orig, accumulate):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("shape", [Shape(2, 2)], ids=str)
 def test_training_with_clipping_is_the_dense_models(shape, orig, accumulate):
-    run_ranks(trained, shape.world, shape, orig, accumulate)
+    run_kept_ranks(trained, shape.world, shape, orig, accumulate)
 
 
 def norms(shape, orig):
@@ -125,7 +125,7 @@ def norms(shape, orig):
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 2)], ids=str)
 def test_divided_parameters_count_over_tensor_ranks_and_others_once(shape, orig):
-    by_rank = run_ranks(norms, shape.world, shape, orig)
+    by_rank = run_kept_ranks(norms, shape.world, shape, orig)
     assert all(found == by_rank[0] for found in by_rank)
 
 
@@ -163,7 +163,7 @@ def seen(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_module_code_sees_dtensors_and_optimizers_plain_pieces(orig):
-    run_ranks(seen, 4, orig)
+    run_kept_ranks(seen, 4, orig)
 
 
 class Sequence(nn.Module):
@@ -206,7 +206,7 @@ def sequence_parallel(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_gradients_that_are_partial_sums_over_tensor_ranks_are_summed(orig):
-    run_ranks(sequence_parallel, 4, orig)
+    run_kept_ranks(sequence_parallel, 4, orig)
 
 
 def features(orig, kind):
@@ -254,13 +254,13 @@ def divided_buffers():
 
 
 def test_buffers_that_are_dtensors_are_equal_along_data_after_sync_module_states():
-    run_ranks(divided_buffers, 4)
+    run_kept_ranks(divided_buffers, 4)
 
 
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("kind", ["checkpoint", "hybrid", "sync", "copy"])
 def test_it_goes_together_with(kind, orig):
-    run_ranks(features, 4, orig, kind)
+    run_kept_ranks(features, 4, orig, kind)
 
 
 def low_precision(orig):
@@ -277,7 +277,7 @@ def low_precision(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_dtensors_are_in_the_compute_dtype(orig):
-    run_ranks(low_precision, 4, orig)
+    run_kept_ranks(low_precision, 4, orig)
 
 
 def refused():
@@ -308,4 +308,4 @@ def refused():
 
 
 def test_what_can_not_be_sharded_on_top_is_refused():
-    run_ranks(refused, 4)
+    run_kept_ranks(refused, 4)

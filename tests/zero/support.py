@@ -92,8 +92,10 @@ def bytes_sent():
     """
     dist.barrier()
     total = 0
-    for name in [path.name for path in Path("/proc/self/fd").iterdir()]:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if not path.is_socket():
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
                 total += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -23,12 +23,12 @@ def example(*arguments):
     "arguments", [(), ("--overlap",), ("--uneven",), ("--overlap", "--uneven")]
 )
 def test_every_mode_learns(arguments):
-    assert max(run_ranks(example, 2, *arguments)) < 0.1  # from 0.29
+    assert max(run_kept_ranks(example, 2, *arguments)) < 0.1  # from 0.29
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_saved_run_goes_on_with_another_number_of_processes(tmp_path, world_size):
     path = tmp_path / "zero.pt"
-    run_ranks(example, 2, f"--save={path}")
+    run_kept_ranks(example, 2, f"--save={path}")
 
-    assert max(run_ranks(example, world_size, f"--load={path}", "--overlap")) < 0.1
+    assert max(run_kept_ranks(example, world_size, f"--load={path}", "--overlap")) < 0.1

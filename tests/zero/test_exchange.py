@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp.optim import ZeroRedundancyOptimizer, zero
 from fsdp.optim.exchange import _NativeWire, make_wire
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.zero import test_hooks, test_state
 
 DTYPES = (
@@ -46,7 +46,7 @@ def handed_out(kind):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", WIRES)
 def test_every_rank_gets_what_the_owners_hand_out(kind, world_size):
-    run_ranks(handed_out, world_size, kind)
+    run_kept_ranks(handed_out, world_size, kind)
 
 
 def sent_to_one(kind):
@@ -61,7 +61,7 @@ def sent_to_one(kind):
 
 @pytest.mark.parametrize("kind", WIRES)
 def test_only_the_target_gets_what_is_sent_to_it(kind):
-    run_ranks(sent_to_one, 3, kind)
+    run_kept_ranks(sent_to_one, 3, kind)
 
 
 def out_of_order():
@@ -80,7 +80,7 @@ def out_of_order():
 
 
 def test_tags_let_ranks_start_in_different_orders():
-    run_ranks(out_of_order, 2)
+    run_kept_ranks(out_of_order, 2)
 
 
 def summed(kind):
@@ -105,7 +105,7 @@ def summed(kind):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", WIRES)
 def test_each_owner_gets_the_sum_in_rank_order(kind, world_size):
-    run_ranks(summed, world_size, kind)
+    run_kept_ranks(summed, world_size, kind)
 
 
 def over_native(case, *arguments):

@@ -22,7 +22,7 @@ from fsdp.optim import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.zero.support import (
     BATCH,
     assert_same_everywhere,
@@ -153,7 +153,7 @@ def unused(kind):
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_parameter_that_no_rank_used_is_not_stepped_and_groups_keep_their_settings(kind):
-    run_ranks(unused, 2, kind)
+    run_kept_ranks(unused, 2, kind)
 
 
 def accumulating(kind):
@@ -175,7 +175,7 @@ def accumulating(kind):
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_gradients_accumulated_without_synchronisation_count(kind):
-    run_ranks(accumulating, 2, kind)
+    run_kept_ranks(accumulating, 2, kind)
 
 
 def compressed(kind):
@@ -196,7 +196,7 @@ def compressed(kind):
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_that_compresses_gives_what_ddp_gives_with_it(kind):
-    run_ranks(compressed, 2, kind)
+    run_kept_ranks(compressed, 2, kind)
 
 
 def uneven_speed():
@@ -214,7 +214,7 @@ def uneven_speed():
 
 
 def test_ranks_whose_buckets_finish_in_different_orders_still_agree():
-    run_ranks(uneven_speed, 3)
+    run_kept_ranks(uneven_speed, 3)
 
 
 def interrupted(kind):
@@ -239,7 +239,7 @@ def interrupted(kind):
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_an_exception_in_the_hook_surfaces_and_leaves_the_optimizer_whole(kind):
-    run_ranks(interrupted, 2, kind)
+    run_kept_ranks(interrupted, 2, kind)
 
 
 def subgroup(kind):
@@ -270,7 +270,7 @@ def subgroup(kind):
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_overlap_in_a_group_that_is_not_the_default_one(kind):
-    run_ranks(subgroup, 3, kind)
+    run_kept_ranks(subgroup, 3, kind)
 
 
 def reduced(layout, ddp, in_forward):
@@ -296,7 +296,7 @@ def reduced(layout, ddp, in_forward):
 @pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_gradients_reduced_to_owners_give_the_same_parameters(layout, ddp, in_forward):
-    run_ranks(reduced, 3, layout, ddp, in_forward)
+    run_kept_ranks(reduced, 3, layout, ddp, in_forward)
 
 
 def clipped(hooked):
@@ -317,7 +317,7 @@ def clipped(hooked):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_the_norm_counts_every_element_once(hooked):
-    run_ranks(clipped, 3, hooked)
+    run_kept_ranks(clipped, 3, hooked)
 
 
 def partly_held():
@@ -340,7 +340,7 @@ def partly_held():
 
 
 def test_parameters_of_another_optimizer_are_averaged_everywhere():
-    run_ranks(partly_held, 2)
+    run_kept_ranks(partly_held, 2)
 
 
 def traffic(kind):
@@ -369,7 +369,7 @@ def traffic(kind):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_moves_the_bytes_of_one_all_reduce(world_size):
     sent = {
-        kind: sum(run_ranks(traffic, world_size, kind))
+        kind: sum(run_kept_ranks(traffic, world_size, kind))
         for kind in ("ddp", "no hook", "parameter", "element")
     }
     assert sent["parameter"] < 1.03 * sent["ddp"]

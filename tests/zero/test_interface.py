@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from fsdp.comm.collectives import DONE
 from fsdp.errors import ConfigError, ConfigTypeError, FsdpWarning
 from fsdp.optim import ZeroRedundancyOptimizer, hook_with_zero_step, reduce_scatter_hook
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.zero.support import assert_same_everywhere, make_model, state_numel
 
 SGD = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1)
@@ -43,7 +43,7 @@ def accepted():
 
 
 def test_params_may_be_tensors_pairs_or_groups_in_any_iterable():
-    run_ranks(accepted, 1)
+    run_kept_ranks(accepted, 1)
 
 
 def refused():
@@ -80,7 +80,7 @@ def refused():
 
 
 def test_mistakes_in_arguments_are_named():
-    run_ranks(refused, 1)
+    run_kept_ranks(refused, 1)
 
 
 def unsuitable():
@@ -98,7 +98,7 @@ def unsuitable():
 
 
 def test_optimizers_that_cannot_work_on_a_part_are_refused_by_name():
-    run_ranks(unsuitable, 2)
+    run_kept_ranks(unsuitable, 2)
 
 
 def hook_errors():
@@ -117,7 +117,7 @@ def hook_errors():
 
 
 def test_hooks_refuse_optimizers_that_do_not_fit_their_model():
-    run_ranks(hook_errors, 1)
+    run_kept_ranks(hook_errors, 1)
 
 
 def complete():
@@ -132,7 +132,7 @@ def complete():
 
 
 def test_groups_and_defaults_are_complete_from_the_start():
-    run_ranks(complete, 2)
+    run_kept_ranks(complete, 2)
 
 
 def shown_state(options):
@@ -149,7 +149,7 @@ def shown_state(options):
 
 @pytest.mark.parametrize("options", [{}, {"partition": "element"}])
 def test_state_is_that_of_the_local_optimizer(options):
-    run_ranks(shown_state, 2, options)
+    run_kept_ranks(shown_state, 2, options)
 
 
 def rates():
@@ -170,7 +170,7 @@ def rates():
 
 
 def test_a_change_of_the_learning_rate_is_seen_by_the_very_next_step():
-    run_ranks(rates, 1)
+    run_kept_ranks(rates, 1)
 
 
 class Counting(torch.optim.SGD):
@@ -204,7 +204,7 @@ def passed_on():
 
 
 def test_closures_keywords_and_what_an_optimizer_writes_into_its_groups_pass_through():
-    run_ranks(passed_on, 2)
+    run_kept_ranks(passed_on, 2)
 
 
 def callers_groups():
@@ -215,7 +215,7 @@ def callers_groups():
 
 
 def test_the_groups_that_were_passed_are_not_changed():
-    run_ranks(callers_groups, 1)
+    run_kept_ranks(callers_groups, 1)
 
 
 def replaced_data(layout):
@@ -230,7 +230,7 @@ def replaced_data(layout):
 
 @pytest.mark.parametrize("layout", [{"parameters_as_bucket_view": True}, {"partition": "element"}])
 def test_data_replaced_by_the_user_is_what_the_next_step_updates(layout):
-    run_ranks(replaced_data, 2, layout)
+    run_kept_ranks(replaced_data, 2, layout)
 
 
 def frozen_buckets():
@@ -251,7 +251,7 @@ def frozen_buckets():
 
 
 def test_freezing_and_thawing_rebuild_buckets():
-    run_ranks(frozen_buckets, 2)
+    run_kept_ranks(frozen_buckets, 2)
 
 
 def overlap_step():
@@ -310,7 +310,7 @@ def variants(options):
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 def test_foreach_and_fused_optimizers(options):
-    run_ranks(variants, 2, options)
+    run_kept_ranks(variants, 2, options)
 
 
 def scaled(overflow_on, param_index):
@@ -341,7 +341,7 @@ def scaled(overflow_on, param_index):
 @pytest.mark.parametrize("overflow_on", [0, 1])
 @pytest.mark.parametrize("param_index", [0, 1])
 def test_a_loss_scaler_skips_the_step_on_all_ranks_if_one_overflowed(overflow_on, param_index):
-    assert [([False, True], 2.0)] * 2 == run_ranks(scaled, 2, overflow_on, param_index)
+    assert [([False, True], 2.0)] * 2 == run_kept_ranks(scaled, 2, overflow_on, param_index)
 
 
 def sixteen_bit(dtype, layout, options):
@@ -371,7 +371,7 @@ def sixteen_bit(dtype, layout, options):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_training_in_sixteen_bits_is_bitwise_that_of_the_plain_optimizer(dtype, layout, options):
-    run_ranks(sixteen_bit, 2, dtype, layout, options)
+    run_kept_ranks(sixteen_bit, 2, dtype, layout, options)
 
 
 def capturable():
@@ -395,7 +395,7 @@ def capturable():
 
 
 def test_the_step_count_of_a_capturable_optimizer_is_loaded_to_its_parameters_device():
-    for loaded in run_ranks(capturable, 2):
+    for loaded in run_kept_ranks(capturable, 2):
         assert [("meta", torch.float32)] * 3 == loaded  # one of two parameters a rank
 
 
@@ -437,4 +437,4 @@ def two_devices(layout):
     ids=str,
 )
 def test_parameters_of_several_devices_are_packed_and_travel_apart(layout, numels, packs):
-    assert list(zip(numels, [packs] * 2, strict=True)) == run_ranks(two_devices, 2, layout)
+    assert list(zip(numels, [packs] * 2, strict=True)) == run_kept_ranks(two_devices, 2, layout)

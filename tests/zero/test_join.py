@@ -19,7 +19,7 @@ from fsdp.optim import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.zero.support import assert_same_everywhere, make_model
 
 SMALL = {"bucket_cap_mb": 0.0001}
@@ -82,7 +82,7 @@ def uneven(kind, layout):
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("layout", [{}, {"partition": "element"}], ids=str)
 def test_uneven_inputs_give_what_the_plain_optimizer_gives(kind, layout):
-    run_ranks(uneven, 3, kind, layout)
+    run_kept_ranks(uneven, 3, kind, layout)
 
 
 def alone():
@@ -107,7 +107,7 @@ def alone():
 
 
 def test_without_ddp_ranks_out_of_inputs_step_with_the_gradients_of_those_that_train():
-    run_ranks(alone, 3)
+    run_kept_ranks(alone, 3)
 
 
 def throwing():
@@ -127,7 +127,7 @@ def throwing():
 
 
 def test_throw_mode_ends_all_ranks_when_the_first_runs_out():
-    assert [(2, True)] * 3 == run_ranks(throwing, 3)
+    assert [(2, True)] * 3 == run_kept_ranks(throwing, 3)
 
 
 def raising():
@@ -155,7 +155,7 @@ def raising():
 
 
 def test_an_exception_in_the_context_passes_through_and_training_can_go_on():
-    run_ranks(raising, 2)
+    run_kept_ranks(raising, 2)
 
 
 def disabled():
@@ -168,7 +168,7 @@ def disabled():
 
 
 def test_a_disabled_context_changes_nothing():
-    run_ranks(disabled, 2)
+    run_kept_ranks(disabled, 2)
 
 
 def beside_the_wrapper():
@@ -208,4 +208,4 @@ def beside_the_wrapper():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_context_serves_the_wrapper_and_ddp_with_zero_together(world_size):
-    run_ranks(beside_the_wrapper, world_size)
+    run_kept_ranks(beside_the_wrapper, world_size)

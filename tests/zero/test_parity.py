@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp.optim import ZeroRedundancyOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.zero.support import (
     BATCH,
     assert_same_everywhere,
@@ -163,7 +163,7 @@ def run_script(script, world_size):
 @settings(max_examples=40)
 @given(SCRIPTS, st.integers(1, 4))
 def test_any_combination_equals_the_plain_optimizer(script, world_size):
-    run_ranks(run_script, world_size, script, world_size)
+    run_kept_ranks(run_script, world_size, script, world_size)
 
 
 def with_ddp(layout):
@@ -180,7 +180,7 @@ def with_ddp(layout):
 @pytest.mark.parametrize("layout", ["plain", "views", "element"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_behind_ddp_it_equals_the_plain_optimizer(layout, world_size):
-    run_ranks(with_ddp, world_size, layout)
+    run_kept_ranks(with_ddp, world_size, layout)
 
 
 def memory(layout):
@@ -196,9 +196,9 @@ def memory(layout):
 
 
 def test_a_rank_holds_its_share_of_the_state_within_one_parameter_or_one_element():
-    for held, share in run_ranks(memory, 3, "plain"):
+    for held, share in run_kept_ranks(memory, 3, "plain"):
         assert abs(held - share) <= 400
-    for held, share in run_ranks(memory, 3, "element"):
+    for held, share in run_kept_ranks(memory, 3, "element"):
         assert abs(held - share) < 1
 
 
@@ -228,7 +228,7 @@ def more_ranks_than_parameters(layout):
 
 @pytest.mark.parametrize("layout", ["plain", "views", "element"])
 def test_ranks_without_a_parameter_take_part(layout):
-    run_ranks(more_ranks_than_parameters, 4, layout)
+    run_kept_ranks(more_ranks_than_parameters, 4, layout)
 
 
 def in_subgroup(layout):
@@ -261,7 +261,7 @@ def in_subgroup(layout):
 
 @pytest.mark.parametrize("layout", ["plain", "views", "element"])
 def test_a_group_that_is_not_the_default_one_uses_its_own_ranks(layout):
-    assert [None, (0, 2, 1), None, (1, 2, 3)] == run_ranks(in_subgroup, 4, layout)
+    assert [None, (0, 2, 1), None, (1, 2, 3)] == run_kept_ranks(in_subgroup, 4, layout)
 
 
 def memory_formats(layout):
@@ -304,4 +304,4 @@ def memory_formats(layout):
 
 @pytest.mark.parametrize("layout", ["plain", "views", "element"])
 def test_parameters_of_any_memory_format_complex_and_scalar_ones(layout):
-    run_ranks(memory_formats, 2, layout)
+    run_kept_ranks(memory_formats, 2, layout)

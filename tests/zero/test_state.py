@@ -12,7 +12,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, ConfigError, UsageError
 from fsdp.optim import ZeroRedundancyOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.zero.support import assert_same_parameters, bytes_sent, make_model, make_pair, train
 
 LAYOUTS = {
@@ -45,11 +45,11 @@ def load_and_train(layout, saved):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_saved_by_some_ranks_it_loads_on_any_other_number(layout, world_size):
-    saved, expected = run_ranks(save, 4 if world_size == 1 else 2, layout)[0]
+    saved, expected = run_kept_ranks(save, 4 if world_size == 1 else 2, layout)[0]
     torch.testing.assert_close(saved["state"], expected["state"], rtol=1e-4, atol=1e-6)
     assert saved["param_groups"] == expected["param_groups"]
     for other in LAYOUTS:
-        results = run_ranks(load_and_train, world_size, other, saved)
+        results = run_kept_ranks(load_and_train, world_size, other, saved)
         assert [(0.05, 0.05)] * world_size == results
 
 
@@ -70,7 +70,7 @@ def successive(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_target_keeps_its_copy_and_later_steps_leave_it_alone(layout):
-    run_ranks(successive, 3, layout)
+    run_kept_ranks(successive, 3, layout)
 
 
 def loading(layout):
@@ -90,7 +90,7 @@ def loading(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loading_changes_neither_the_dict_nor_its_tensors_then_or_later(layout):
-    run_ranks(loading, 2, layout)
+    run_kept_ranks(loading, 2, layout)
 
 
 def one_target():
@@ -99,7 +99,7 @@ def one_target():
 
 
 def test_a_collective_state_dict_for_one_rank_is_empty_on_the_others():
-    assert [[], ["param_groups", "state"], []] == run_ranks(one_target, 3)
+    assert [[], ["param_groups", "state"], []] == run_kept_ranks(one_target, 3)
 
 
 def consolidation_traffic():
@@ -115,7 +115,7 @@ def consolidation_traffic():
 
 def test_consolidation_sends_each_owners_state_to_the_target_and_nothing_else():
     share = 2 * 4 * 100_000 * 4  # two moments of four parameters each
-    target, *owners = run_ranks(consolidation_traffic, 3)
+    target, *owners = run_kept_ranks(consolidation_traffic, 3)
     assert target < 0.01 * share
     assert all(share <= sent < 1.01 * share for sent in owners)
 
@@ -132,7 +132,7 @@ def unconsolidated():
 
 
 def test_a_state_dict_that_was_never_collected_here_names_the_call_that_does():
-    run_ranks(unconsolidated, 2)
+    run_kept_ranks(unconsolidated, 2)
 
 
 def misfits():
@@ -159,7 +159,7 @@ def misfits():
 
 
 def test_a_dict_that_does_not_fit_is_refused_with_what_was_expected():
-    run_ranks(misfits, 1)
+    run_kept_ranks(misfits, 1)
 
 
 def torch_format():
@@ -190,7 +190,7 @@ def torch_format():
 
 
 def test_torchs_own_checkpoints_load_here_and_ours_load_there():
-    run_ranks(torch_format, 2)
+    run_kept_ranks(torch_format, 2)
 
 
 def hooks():
@@ -206,7 +206,7 @@ def hooks():
 
 
 def test_state_dict_hooks_run():
-    run_ranks(hooks, 2)
+    run_kept_ranks(hooks, 2)
 
 
 def named(layout):
@@ -248,7 +248,7 @@ def named(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keyed_by_name_the_order_of_parameters_does_not_matter(layout):
-    run_ranks(named, 2, layout)
+    run_kept_ranks(named, 2, layout)
 
 
 def exchanged_with_fsdp():
@@ -269,4 +269,4 @@ def exchanged_with_fsdp():
 
 
 def test_optimizer_state_moves_between_the_wrapper_and_ddp_with_zero_by_name():
-    run_ranks(exchanged_with_fsdp, 2)
+    run_kept_ranks(exchanged_with_fsdp, 2)

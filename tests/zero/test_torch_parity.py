@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from fsdp.optim import ZeroRedundancyOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.zero.support import make_model
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -43,7 +43,7 @@ def assignments(cases):
     st.lists(st.lists(SHAPES, min_size=1, max_size=3), min_size=5, max_size=5), st.integers(1, 4)
 )
 def test_assignment_and_order_are_torchs(cases, world_size):
-    run_ranks(assignments, world_size, cases)
+    run_kept_ranks(assignments, world_size, cases)
 
 
 def steps(name, views):
@@ -82,4 +82,4 @@ def steps(name, views):
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
 @pytest.mark.parametrize("views", [False, True])
 def test_steps_and_state_are_bitwise_torchs(name, views):
-    run_ranks(steps, 3, name, views)
+    run_kept_ranks(steps, 3, name, views)
