@@ -31,7 +31,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 WORLDS = [1, 2, 3, 4]
 WIRE = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
@@ -77,7 +77,7 @@ def states():
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_two_factors_make_up_the_world_size(world_size):
-    run_ranks(states, world_size)
+    run_kept_ranks(states, world_size)
 
 
 @pytest.mark.parametrize("kind", [DefaultState, LowPrecisionState])
@@ -129,7 +129,7 @@ def plain(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_default_hooks_average_in_place_and_in_the_dtype_they_get(world_size, dtype):
-    run_ranks(plain, world_size, dtype)
+    run_kept_ranks(plain, world_size, dtype)
 
 
 def shapes():
@@ -147,7 +147,7 @@ def shapes():
 
 
 def test_shapes_do_not_matter_but_sizes_have_to_fit():
-    run_ranks(shapes, 2)
+    run_kept_ranks(shapes, 2)
 
 
 def compressed(hook, dtype, parameter_type):
@@ -185,7 +185,7 @@ def compressed(hook, dtype, parameter_type):
 def test_the_compressing_hooks_average_in_their_dtype_and_return_the_parameters(
     world_size, hook, dtype, parameter_type
 ):
-    run_ranks(compressed, world_size, hook, dtype, parameter_type)
+    run_kept_ranks(compressed, world_size, hook, dtype, parameter_type)
 
 
 def in_range():
@@ -196,7 +196,7 @@ def in_range():
 
 
 def test_dividing_before_the_sum_keeps_float16_in_range():
-    run_ranks(in_range, 4)
+    run_kept_ranks(in_range, 4)
 
 
 # -- in a wrapped model --------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def trained(strategy, hook, orig):
     ],
 )
 def test_a_model_trains_with_each_hook(strategy, hook, orig):
-    run_ranks(trained, 2, strategy, hook, orig)
+    run_kept_ranks(trained, 2, strategy, hook, orig)
 
 
 # -- PowerSGD ------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def low_rank(sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_powersgd_is_exact_for_means_of_its_rank(world_size, sharded):
-    run_ranks(low_rank, world_size, sharded)
+    run_kept_ranks(low_rank, world_size, sharded)
 
 
 def remembered():
@@ -288,7 +288,7 @@ def remembered():
 
 
 def test_powersgd_makes_up_for_what_it_missed():
-    run_ranks(remembered, 2)
+    run_kept_ranks(remembered, 2)
 
 
 def powersgd_sends():
@@ -306,7 +306,7 @@ def test_powersgd_sends_two_thin_matrices():
         ("all_reduce", (200,)),
         ("all_reduce", (200,)),
         ("reduce_scatter", (8,)),
-    ] == run_ranks(powersgd_sends, 2)[0]
+    ] == run_kept_ranks(powersgd_sends, 2)[0]
 
 
 def powersgd_trains(orig, exact_steps):
@@ -334,7 +334,7 @@ def powersgd_trains(orig, exact_steps):
 
 @pytest.mark.parametrize(("orig", "exact_steps"), [(False, 0), (True, 3)])
 def test_a_model_learns_with_powersgd(orig, exact_steps):
-    for exact, compressed_ in run_ranks(powersgd_trains, 2, orig, exact_steps):
+    for exact, compressed_ in run_kept_ranks(powersgd_trains, 2, orig, exact_steps):
         assert compressed_[: exact_steps + 1] == pytest.approx(exact[: exact_steps + 1], rel=1e-5)
         assert compressed_ != exact
         assert compressed_[-1] < 0.65 * exact[0]
@@ -370,7 +370,7 @@ def gossiped(ranks_per_node, rounds):
 )
 def test_gossip_keeps_the_mean_and_nodes_come_to_agree(world_size, ranks_per_node):
     rounds = 12
-    for seen in run_ranks(gossiped, world_size, ranks_per_node, rounds):
+    for seen in run_kept_ranks(gossiped, world_size, ranks_per_node, rounds):
         nodes = world_size // ranks_per_node
         if nodes <= 2:
             assert world_size == 1 or seen[0] < 1e-6  # one pair: the mean at once
@@ -394,7 +394,7 @@ def gossip_trains(orig):
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_a_model_trains_with_gossip(orig):
-    run_ranks(gossip_trains, 2, orig)
+    run_kept_ranks(gossip_trains, 2, orig)
 
 
 def cut_badly():
@@ -403,7 +403,7 @@ def cut_badly():
 
 
 def test_gossip_needs_whole_nodes():
-    run_ranks(cut_badly, 3)
+    run_kept_ranks(cut_badly, 3)
 
 
 # -- registration --------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def registration():
 
 
 def test_wrong_signatures_and_double_late_or_inner_registration_are_errors():
-    run_ranks(registration, 2)
+    run_kept_ranks(registration, 2)
 
 
 def alone(orig):
@@ -464,7 +464,7 @@ def alone(orig):
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_one_rank_alone_calls_the_hook_of_sharded_units(orig):
-    run_ranks(alone, 1, orig)
+    run_kept_ranks(alone, 1, orig)
 
 
 def hybrid(shape):
@@ -489,4 +489,4 @@ def hybrid(shape):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
 def test_under_hybrid_sharding_the_replicas_are_averaged_after_the_hook(shape):
-    run_ranks(hybrid, shape[0] * shape[1], shape)
+    run_kept_ranks(hybrid, shape[0] * shape[1], shape)

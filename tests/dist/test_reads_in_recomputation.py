@@ -12,7 +12,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.oracles import full_grads, full_params, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 WIDTH = 5
 
@@ -159,7 +159,7 @@ def reads_as_the_dense_model_does(read, use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_what_a_backward_runs_again_reads_whole_parameters(read, use_orig_params):
-    run_ranks(reads_as_the_dense_model_does, 2, read, use_orig_params)
+    run_kept_ranks(reads_as_the_dense_model_does, 2, read, use_orig_params)
 
 
 class Decaying(nn.Module):
@@ -197,4 +197,4 @@ def writes_as_the_dense_model_does(use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_what_a_backward_runs_again_writes_into_whole_parameters(use_orig_params):
-    run_ranks(writes_as_the_dense_model_does, 2, use_orig_params)
+    run_kept_ranks(writes_as_the_dense_model_does, 2, use_orig_params)

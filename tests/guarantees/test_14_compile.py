@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     assert_same_gradients,
     batch,
@@ -64,4 +64,4 @@ def compiled_in(order, use_orig_params):
 def test_compiled_blocks_train_as_eager_ones_in_either_order_with_wrapping(
     world_size, use_orig_params
 ):
-    run_ranks(compiled, world_size, use_orig_params)
+    run_kept_ranks(compiled, world_size, use_orig_params)

@@ -44,7 +44,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 __all__ = [
     "Outcome",
@@ -411,7 +410,8 @@ def _rank_main(pipe: connection.Connection, job: _Job) -> None:
             if number == 0:
                 _join(job)
             else:
-                _forget_the_last_call()
+                gc.collect()  # what the last call left
+                os.ftruncate(1, 0)
             answer = _dumps(Outcome(job.rank, value=_run(call)))
         except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes are answers as well
             answer = _dumps(_raised(job.rank, error))
@@ -445,15 +445,6 @@ def _join(job: _Job) -> None:
             world_size=job.world_size,
             timeout=datetime.timedelta(seconds=job.timeout),
         )
-
-
-def _forget_the_last_call() -> None:
-    """Drop its process groups, with their connections and threads, its garbage and its output."""
-    if dist.is_initialized():
-        for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
-    gc.collect()
-    os.ftruncate(1, 0)
 
 
 def _run(pickled: bytes) -> Any:
