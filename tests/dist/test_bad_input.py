@@ -16,7 +16,7 @@ from fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.support.compare import assert_bitwise
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import wrap_entry
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 
 EXPOSURES = (False, True)
 
@@ -60,7 +60,7 @@ def wrong_types():
 
 
 def test_arguments_of_wrong_types_are_named_and_the_module_is_untouched():
-    run_ranks(wrong_types, 2)
+    run_kept_ranks(wrong_types, 2)
 
 
 def returns(value):
@@ -85,7 +85,7 @@ def bad_policies():
 
 
 def test_a_policy_that_returns_no_boolean_is_refused():
-    run_ranks(bad_policies, 1)
+    run_kept_ranks(bad_policies, 1)
 
 
 def twice():
@@ -115,7 +115,7 @@ def twice():
 
 
 def test_wrapping_twice_is_refused_in_every_form():
-    run_ranks(twice, 2)
+    run_kept_ranks(twice, 2)
 
 
 def two_devices():
@@ -139,7 +139,7 @@ def two_devices():
 
 
 def test_a_module_on_two_devices_is_refused_naming_the_parameter_and_the_remedy():
-    run_ranks(two_devices, 2)
+    run_kept_ranks(two_devices, 2)
 
 
 def replaced():
@@ -183,7 +183,7 @@ def reshape_data(layer, orig):
 
 
 def test_parameters_replaced_by_hand_are_taken_over_or_named():
-    run_ranks(replaced, 2)
+    run_kept_ranks(replaced, 2)
 
 
 def touched():
@@ -224,7 +224,7 @@ def touched():
 
 
 def test_touching_a_sharded_parameter_never_crashes_and_always_names_it():
-    run_ranks(touched, 2)
+    run_kept_ranks(touched, 2)
 
 
 def misuse():
@@ -246,7 +246,7 @@ def misuse():
 
 
 def test_right_calls_on_wrong_things_raise():
-    run_ranks(misuse, 2)
+    run_kept_ranks(misuse, 2)
 
 
 class Empty(nn.Module):
@@ -273,7 +273,7 @@ def nothing():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_module_without_parameters_is_a_unit_like_any_other(world_size):
-    run_ranks(nothing, world_size)
+    run_kept_ranks(nothing, world_size)
 
 
 def foreign(use_orig_params):
@@ -304,4 +304,4 @@ def foreign(use_orig_params):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_modules_that_others_look_after_are_refused_by_name(use_orig_params, world_size):
-    run_ranks(foreign, world_size, use_orig_params)
+    run_kept_ranks(foreign, world_size, use_orig_params)

@@ -13,7 +13,7 @@ import fsdp
 from fsdp import ShardingStrategy
 from fsdp.errors import ConfigTypeError, UsageError
 from tests.support.oracles import full_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import assert_same_gradients, batch, build, dense_grads, wrap
 
 
@@ -67,7 +67,7 @@ def clipped(strategy, norm_type):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_models_and_a_free_parameter_are_clipped_as_one(world_size, strategy, norm_type):
-    run_ranks(clipped, world_size, strategy, norm_type)
+    run_kept_ranks(clipped, world_size, strategy, norm_type)
 
 
 def nonfinite():
@@ -93,7 +93,7 @@ def nonfinite():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_that_are_not_finite_are_named_on_every_rank_and_nothing_is_scaled(world_size):
-    run_ranks(nonfinite, world_size)
+    run_kept_ranks(nonfinite, world_size)
 
 
 def refused():
@@ -107,4 +107,4 @@ def refused():
 
 
 def test_unreduced_gradients_and_strange_arguments_are_refused():
-    run_ranks(refused, 2)
+    run_kept_ranks(refused, 2)

@@ -18,7 +18,7 @@ from fsdp.wrap import CustomPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 ORDERS = (0.5, 1, 2.0, 3.0, math.inf)
 
@@ -67,14 +67,14 @@ def orders(name, order):
 @pytest.mark.parametrize("name", ["gpt_tied", "lora", "odd"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_gives_the_dense_norm_on_every_rank(name, order):
-    by_rank = run_ranks(orders, 2, name, order)
+    by_rank = run_kept_ranks(orders, 2, name, order)
     assert by_rank[0] == by_rank[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_other_world_sizes_too(world_size, order):
-    by_rank = run_ranks(orders, world_size, "gpt_tied", order)
+    by_rank = run_kept_ranks(orders, world_size, "gpt_tied", order)
     assert all(norms == by_rank[0] for norms in by_rank)
 
 
@@ -99,7 +99,7 @@ def mixed_nesting(order):
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_units_of_different_strategies_are_counted_once_each(order):
-    by_rank = run_ranks(mixed_nesting, 3, order)
+    by_rank = run_kept_ranks(mixed_nesting, 3, order)
     assert by_rank[0] == by_rank[1] == by_rank[2]
 
 
@@ -121,7 +121,7 @@ def ignored():
 
 
 def test_ignored_parameters_count_once_and_are_scaled():
-    first, second = run_ranks(ignored, 2)
+    first, second = run_kept_ranks(ignored, 2)
     assert first == second
 
 
@@ -144,7 +144,7 @@ def low_precision():
 
 
 def test_low_precision_gradients_have_an_accurate_norm():
-    run_ranks(low_precision, 2)
+    run_kept_ranks(low_precision, 2)
 
 
 def nothing_to_clip():
@@ -160,7 +160,7 @@ def nothing_to_clip():
 
 
 def test_without_gradients_the_norm_is_zero_and_an_inner_unit_refuses():
-    run_ranks(nothing_to_clip, 2)
+    run_kept_ranks(nothing_to_clip, 2)
 
 
 def infinite():
@@ -174,7 +174,7 @@ def infinite():
 
 
 def test_an_infinite_gradient_of_one_rank_shows_on_all():
-    assert run_ranks(infinite, 2) == [math.inf, math.inf]
+    assert run_kept_ranks(infinite, 2) == [math.inf, math.inf]
 
 
 def by_tensor():
@@ -188,7 +188,7 @@ def by_tensor():
 
 
 def test_the_bound_may_be_a_tensor_and_clipping_twice_reaches_it():
-    run_ranks(by_tensor, 2)
+    run_kept_ranks(by_tensor, 2)
 
 
 class Halves(nn.Module):

@@ -13,7 +13,7 @@ from fsdp.errors import FsdpError
 from tests.support.compare import assert_bitwise
 from tests.support.models import ENTRIES, RopeTable, entry
 from tests.support.oracles import wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 # Models all of whose modules know how to initialise themselves.
@@ -42,7 +42,7 @@ def by_reset_parameters(name, orig):
 @pytest.mark.parametrize("name", RESETTABLE)
 @pytest.mark.parametrize("orig", EXPOSURES, ids=["flat", "orig"])
 def test_meta_modules_initialise_themselves_and_ranks_agree(name, orig):
-    first, second = run_ranks(by_reset_parameters, 2, name, orig)
+    first, second = run_kept_ranks(by_reset_parameters, 2, name, orig)
     assert_bitwise(first, second)
 
 
@@ -71,7 +71,7 @@ def by_function():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_param_init_fn_is_called_once_a_module_and_decides_the_values(world_size):
-    run_ranks(by_function, world_size)
+    run_kept_ranks(by_function, world_size)
 
 
 def from_rank_0():
@@ -90,7 +90,7 @@ def from_rank_0():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_0_alone_may_hold_the_weights(world_size):
-    run_ranks(from_rank_0, world_size)
+    run_kept_ranks(from_rank_0, world_size)
 
 
 def synchronised(strategy):
@@ -115,7 +115,7 @@ def synchronised(strategy):
 def test_sync_module_states_gives_every_rank_the_parameters_and_buffers_of_the_first(
     strategy, world_size
 ):
-    run_ranks(synchronised, world_size, strategy)
+    run_kept_ranks(synchronised, world_size, strategy)
 
 
 def unsynchronised():
@@ -128,7 +128,7 @@ def unsynchronised():
 
 
 def test_without_it_ranks_keep_their_own_values():
-    by_rank = run_ranks(unsynchronised, 2)
+    by_rank = run_kept_ranks(unsynchronised, 2)
     assert all(any(flags) for flags in zip(*by_rank, strict=True))
 
 
@@ -180,7 +180,7 @@ class RootParam(nn.Module):
 
 
 def test_values_that_nothing_initialises_are_an_error_that_names_them():
-    run_ranks(uninitialised, 1)
+    run_kept_ranks(uninitialised, 1)
 
 
 def partly_meta():
@@ -199,7 +199,7 @@ def partly_meta():
 
 
 def test_modules_that_are_not_on_meta_keep_their_values():
-    run_ranks(partly_meta, 2)
+    run_kept_ranks(partly_meta, 2)
 
 
 def device():
@@ -212,7 +212,7 @@ def device():
 
 
 def test_the_device_is_an_index_or_a_device():
-    run_ranks(device, 1)
+    run_kept_ranks(device, 1)
 
 
 def memory():
@@ -231,4 +231,4 @@ def memory():
 
 
 def test_each_rank_keeps_its_shard_only():
-    run_ranks(memory, 2)
+    run_kept_ranks(memory, 2)

@@ -21,7 +21,7 @@ from fsdp.runtime.buffers import BufferPool
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.oracles import full_grads, mean_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 BOTH = (False, True)
 
@@ -91,7 +91,7 @@ def gradients():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_without_a_gather_in_the_backward_an_embedding_has_the_same_gradient(world_size):
-    run_ranks(gradients, world_size)
+    run_kept_ranks(gradients, world_size)
 
 
 def launches(lean):
@@ -112,7 +112,7 @@ def launches(lean):
 
 @pytest.mark.parametrize("lean", BOTH)
 def test_an_embedding_is_gathered_once_a_step_if_its_backward_does_without(lean):
-    run_ranks(launches, 2, lean)
+    run_kept_ranks(launches, 2, lean)
 
 
 class Own(nn.Embedding):
@@ -134,7 +134,7 @@ def automatic():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_automatic_policy_gathers_an_embedding_for_the_forward_only(world_size):
-    run_ranks(automatic, world_size)
+    run_kept_ranks(automatic, world_size)
 
 
 class Normed(nn.Module):
@@ -160,7 +160,7 @@ def made_of_others():
 
 
 def test_the_automatic_policy_gathers_an_embedding_again_whose_weight_is_made_in_its_forward():
-    run_ranks(made_of_others, 2)
+    run_kept_ranks(made_of_others, 2)
 
 
 def read_again():
@@ -177,7 +177,7 @@ def read_again():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_backward_that_reads_what_it_does_without_is_refused_and_can_be_set_right(world_size):
-    run_ranks(read_again, world_size)
+    run_kept_ranks(read_again, world_size)
 
 
 def copies():
@@ -196,7 +196,7 @@ def copies():
 
 
 def test_copies_and_pickles_keep_the_setting():
-    run_ranks(copies, 2)
+    run_kept_ranks(copies, 2)
 
 
 ROWS, WIDTH = 3000, 96  # 288000 elements: worth no copy
@@ -241,7 +241,7 @@ def accumulated():
 
 
 def test_accumulation_of_a_large_lone_parameter_is_exact():
-    run_ranks(accumulated, 2)
+    run_kept_ranks(accumulated, 2)
 
 
 class Twin(nn.Module):
@@ -279,7 +279,7 @@ def shared():
 
 
 def test_gradients_that_share_memory_are_both_right():
-    run_ranks(shared, 2)
+    run_kept_ranks(shared, 2)
 
 
 def hooked():
@@ -299,7 +299,7 @@ def hooked():
 
 
 def test_a_gradient_that_a_hook_keeps_stays_as_it_was():
-    run_ranks(hooked, 2)
+    run_kept_ranks(hooked, 2)
 
 
 def low_precision():
@@ -312,4 +312,4 @@ def low_precision():
 
 
 def test_low_precision_is_reduced_from_where_it_lies_too():
-    run_ranks(low_precision, 2)
+    run_kept_ranks(low_precision, 2)

@@ -19,7 +19,7 @@ from fsdp.errors import (
     UsageError,
 )
 from fsdp.runtime import root
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -64,7 +64,7 @@ def accumulate():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_mixture_of_sync_and_no_sync_gives_the_sum(world_size):
-    run_ranks(accumulate, world_size)
+    run_kept_ranks(accumulate, world_size)
 
 
 def zeroing():
@@ -81,7 +81,7 @@ def zeroing():
 
 
 def test_zero_grad_drops_what_no_sync_accumulated_and_clipping_refuses_it():
-    run_ranks(zeroing, 2)
+    run_kept_ranks(zeroing, 2)
 
 
 def clipping(strategy, norm_type):
@@ -108,7 +108,7 @@ def clipping(strategy, norm_type):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_clipping_uses_the_norm_of_the_whole_gradient(strategy, norm_type):
-    norms = run_ranks(clipping, 3, ShardingStrategy[strategy], norm_type)
+    norms = run_kept_ranks(clipping, 3, ShardingStrategy[strategy], norm_type)
     assert norms[0] == norms[1] == norms[2]
 
 
@@ -150,7 +150,7 @@ def summon():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_summoned_parameters_are_whole_named_and_written_back(world_size):
-    run_ranks(summon, world_size)
+    run_kept_ranks(summon, world_size)
 
 
 def summon_in_forward():
@@ -168,7 +168,7 @@ def summon_in_forward():
 
 
 def test_summoning_in_a_forward_raises_and_leaves_the_model_usable():
-    run_ranks(summon_in_forward, 2)
+    run_kept_ranks(summon_in_forward, 2)
 
 
 def touch():
@@ -185,7 +185,7 @@ def touch():
 
 
 def test_touching_a_sharded_parameter_names_it_and_the_remedy():
-    run_ranks(touch, 2)
+    run_kept_ranks(touch, 2)
 
 
 def states():
@@ -244,7 +244,7 @@ def states():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_state_dicts_are_whole_and_clean_wherever_they_are_taken(world_size):
-    run_ranks(states, world_size)
+    run_kept_ranks(states, world_size)
 
 
 class Meta(nn.Module):
@@ -290,7 +290,7 @@ def meta(use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_meta_modules_get_values_and_every_rank_the_same(use_orig_params):
-    first, second = run_ranks(meta, 2, use_orig_params)
+    first, second = run_kept_ranks(meta, 2, use_orig_params)
     for name, value in first.items():
         if "running" not in name:
             assert torch.equal(value, second[name]), name
@@ -314,7 +314,7 @@ def forgetful():
 
 
 def test_a_buffer_that_initialisation_forgets_is_an_error_naming_it():
-    run_ranks(forgetful, 2)
+    run_kept_ranks(forgetful, 2)
 
 
 def mixed():
@@ -348,7 +348,7 @@ def mixed():
 
 
 def test_mixed_precision_casts_computation_and_keeps_shards_and_states():
-    run_ranks(mixed, 2)
+    run_kept_ranks(mixed, 2)
 
 
 class Lora(nn.Module):
@@ -389,7 +389,7 @@ def lora():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_any_mix_of_dtypes_and_frozen_parameters_in_one_unit_is_one_launch(world_size):
-    launches, names = run_ranks(lora, world_size)[0]
+    launches, names = run_kept_ranks(lora, world_size)[0]
     assert names == list(build(LoraNet).state_dict())
     if world_size > 1:
         assert launches == [
@@ -429,7 +429,7 @@ def stale():
 
 
 def test_parameters_gathered_without_grad_are_never_used_again():
-    run_ranks(stale, 2)
+    run_kept_ranks(stale, 2)
 
 
 def gathers(small_bytes):
@@ -491,7 +491,7 @@ def behind_the_back():
 
 
 def test_parameters_changed_behind_the_wrapper_are_taken_over_or_refused_by_name():
-    run_ranks(behind_the_back, 2)
+    run_kept_ranks(behind_the_back, 2)
 
 
 def bad_input():
@@ -526,7 +526,7 @@ def bad_input():
 
 
 def test_bad_input_gets_one_clear_error():
-    run_ranks(bad_input, 2)
+    run_kept_ranks(bad_input, 2)
 
 
 def test_no_process_group_is_an_error_naming_the_remedy():
@@ -552,7 +552,7 @@ def identity():
 
 
 def test_an_optimizer_built_before_wrapping_trains_in_orig_mode():
-    run_ranks(identity, 2)
+    run_kept_ranks(identity, 2)
 
 
 def subgroup():
@@ -574,7 +574,7 @@ def subgroup():
 
 
 def test_process_groups_that_are_not_the_world():
-    run_ranks(subgroup, 3)
+    run_kept_ranks(subgroup, 3)
 
 
 def nested_by_hand():
@@ -598,7 +598,7 @@ def nested_by_hand():
 
 
 def test_wrapping_by_hand_inside_out():
-    run_ranks(nested_by_hand, 2)
+    run_kept_ranks(nested_by_hand, 2)
 
 
 def applied():
@@ -623,7 +623,7 @@ def applied():
 
 
 def test_apply_sees_whole_parameters_and_keeps_changes():
-    run_ranks(applied, 2)
+    run_kept_ranks(applied, 2)
 
 
 def ignored():
@@ -643,7 +643,7 @@ def ignored():
 
 
 def test_ignored_states_are_left_alone():
-    run_ranks(ignored, 2)
+    run_kept_ranks(ignored, 2)
 
 
 class Recurrent(nn.Module):
@@ -681,7 +681,7 @@ def others():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_recurrent_layers_and_channels_last_strides(world_size):
-    run_ranks(others, world_size)
+    run_kept_ranks(others, world_size)
 
 
 def prefetch_modes():
@@ -693,4 +693,4 @@ def prefetch_modes():
 
 
 def test_prefetching_changes_no_gradient():
-    run_ranks(prefetch_modes, 2)
+    run_kept_ranks(prefetch_modes, 2)

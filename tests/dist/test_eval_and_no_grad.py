@@ -13,7 +13,7 @@ from fsdp import ShardingStrategy
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -67,7 +67,7 @@ def resharded():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_unit_is_sharded_after_evaluation_and_after_a_backward(world_size):
-    run_ranks(resharded, world_size)
+    run_kept_ranks(resharded, world_size)
 
 
 def teacher(strategy, mode):
@@ -114,7 +114,7 @@ def teacher(strategy, mode):
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_teacher_updated_in_place_is_never_stale(world_size, strategy, mode):
-    run_ranks(teacher, world_size, strategy, mode)
+    run_kept_ranks(teacher, world_size, strategy, mode)
 
 
 def updated_between(strategy):
@@ -148,7 +148,7 @@ def updated_between(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_forward_without_backward_leaves_nothing_stale(strategy, world_size):
-    run_ranks(updated_between, world_size, strategy)
+    run_kept_ranks(updated_between, world_size, strategy)
 
 
 def between(strategy):
@@ -177,7 +177,7 @@ def between(strategy):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_between_forward_and_backward_changes_no_gradient(world_size, strategy):
-    run_ranks(between, world_size, strategy)
+    run_kept_ranks(between, world_size, strategy)
 
 
 def modes():
@@ -200,7 +200,7 @@ def modes():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_modes_and_buffers_follow_the_plain_model(world_size):
-    run_ranks(modes, world_size)
+    run_kept_ranks(modes, world_size)
 
 
 def frozen_everywhere():
@@ -224,4 +224,4 @@ def frozen_everywhere():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_frozen_model_passes_gradients_to_its_input(world_size):
-    run_ranks(frozen_everywhere, world_size)
+    run_kept_ranks(frozen_everywhere, world_size)

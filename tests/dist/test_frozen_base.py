@@ -13,7 +13,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.runtime.held import units_in
 from fsdp.runtime.unit import Residency
 from fsdp.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 DIM = 6
 
@@ -73,7 +73,7 @@ def gradients(orig: bool, first_is_leaf: bool) -> None:
 @pytest.mark.parametrize("first_is_leaf", [False, True])
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_frozen_layer_is_whole_until_the_gradient_of_the_input_is_computed(orig, first_is_leaf):
-    run_ranks(gradients, 2, orig, first_is_leaf)
+    run_kept_ranks(gradients, 2, orig, first_is_leaf)
 
 
 def leaf_input(orig: bool) -> None:
@@ -90,4 +90,4 @@ def leaf_input(orig: bool) -> None:
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_gradient_of_a_leaf_that_is_the_input_is_right_too(orig):
-    run_ranks(leaf_input, 2, orig)
+    run_kept_ranks(leaf_input, 2, orig)

@@ -15,7 +15,7 @@ from fsdp.errors import CheckpointError
 from tests.support.compare import assert_bitwise
 from tests.support.models import ENTRIES, entry
 from tests.support.oracles import wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -64,13 +64,13 @@ def round_trip(name, strategy):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_model_saves_as_the_plain_one_and_loads_anywhere(name):
-    run_ranks(round_trip, 2, name, "FULL_SHARD")
+    run_kept_ranks(round_trip, 2, name, "FULL_SHARD")
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_other_strategies_and_world_sizes_save_and_load(world_size, strategy):
-    run_ranks(round_trip, world_size, "gpt_tied", strategy)
+    run_kept_ranks(round_trip, world_size, "gpt_tied", strategy)
 
 
 def moments():
@@ -101,7 +101,7 @@ def moments():
 
 
 def test_saving_at_any_moment_gives_the_same_and_disturbs_nothing():
-    run_ranks(moments, 2)
+    run_kept_ranks(moments, 2)
 
 
 def strictness():
@@ -145,7 +145,7 @@ def strictness():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_strict_is_honoured_by_keyword_and_position_and_messages_are_clean(world_size):
-    run_ranks(strictness, world_size)
+    run_kept_ranks(strictness, world_size)
 
 
 def elsewhere():
@@ -179,7 +179,7 @@ def elsewhere():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_states_of_parts_and_of_wholes_fit_together(world_size):
-    run_ranks(elsewhere, world_size)
+    run_kept_ranks(elsewhere, world_size)
 
 
 def tied():
@@ -204,7 +204,7 @@ def tied():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tied_parameters_load_from_either_name_and_refuse_two_values(world_size):
-    run_ranks(tied, world_size)
+    run_kept_ranks(tied, world_size)
 
 
 class Extra(nn.Module):
@@ -252,7 +252,7 @@ def extras():
 
 
 def test_extra_state_buffers_and_absent_members_follow_the_rules_of_modules():
-    run_ranks(extras, 2)
+    run_kept_ranks(extras, 2)
 
 
 def hooks():
@@ -277,4 +277,4 @@ def hooks():
 
 
 def test_state_dict_hooks_of_users_see_whole_tensors():
-    run_ranks(hooks, 2)
+    run_kept_ranks(hooks, 2)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.sharded_grad_scaler import ShardedGradScaler
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import batch, build, wrap
 
 
@@ -29,7 +29,7 @@ def overflow(use_orig_params, fused):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(use_orig_params, fused):
-    assert run_ranks(overflow, 3, use_orig_params, fused) == [4.0, 4.0, 4.0]
+    assert run_kept_ranks(overflow, 3, use_orig_params, fused) == [4.0, 4.0, 4.0]
 
 
 class StandIn:
@@ -86,4 +86,4 @@ def trained():
 
 
 def test_scaled_training_equals_the_dense_model():
-    run_ranks(trained, 2)
+    run_kept_ranks(trained, 2)

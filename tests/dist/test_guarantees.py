@@ -17,7 +17,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import UsageError
 from tests.dist.test_engine_features import micro_batches, record
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import (
     Block,
     Net,
@@ -44,7 +44,7 @@ def left_behind():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_optimizer_from_before_wrapping_refuses_its_first_step_in_flat_mode(world_size):
-    run_ranks(left_behind, world_size)
+    run_kept_ranks(left_behind, world_size)
 
 
 def inference():
@@ -64,7 +64,7 @@ def inference():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_inference_mode_leaves_nothing_behind(world_size):
-    run_ranks(inference, world_size)
+    run_kept_ranks(inference, world_size)
 
 
 def two_models():
@@ -91,7 +91,7 @@ def two_models():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_wrapped_models_in_one_loss(world_size):
-    run_ranks(two_models, world_size)
+    run_kept_ranks(two_models, world_size)
 
 
 def threaded():
@@ -106,7 +106,7 @@ def threaded():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_backward_under_another_thread(world_size):
-    run_ranks(threaded, world_size)
+    run_kept_ranks(threaded, world_size)
 
 
 def gan():
@@ -150,7 +150,7 @@ def gan():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_generator_step_through_a_frozen_discriminator(world_size):
-    run_ranks(gan, world_size)
+    run_kept_ranks(gan, world_size)
 
 
 class Spanning(Net):
@@ -180,7 +180,7 @@ def counted(reentrant, span, strategy):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 3])
 def test_recomputation_gathers_no_unit_a_third_time(span, reentrant, strategy):
-    gathered = run_ranks(counted, 2, reentrant, span, ShardingStrategy[strategy])[0]
+    gathered = run_kept_ranks(counted, 2, reentrant, span, ShardingStrategy[strategy])[0]
     per_unit = 2 if strategy == "FULL_SHARD" else 1
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
         assert gathered.count(unit) == per_unit, gathered
@@ -201,7 +201,7 @@ def forgotten():
 
 
 def test_deleting_the_model_frees_everything():
-    for alive in run_ranks(forgotten, 2):
+    for alive in run_kept_ranks(forgotten, 2):
         assert all(alive)
 
 
@@ -251,7 +251,7 @@ def copies():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_deepcopy_is_independent_and_trains(world_size):
-    run_ranks(copies, world_size)
+    run_kept_ranks(copies, world_size)
 
 
 class ClampedBlock(Block):
@@ -303,7 +303,7 @@ def reviewed():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_hostile_review_found_stays_fixed(world_size):
-    run_ranks(reviewed, world_size)
+    run_kept_ranks(reviewed, world_size)
 
 
 class AuxBlock(Block):
@@ -332,4 +332,4 @@ def auxiliary():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_loss_kept_on_a_module_gathers_its_unit(world_size):
-    run_ranks(auxiliary, world_size)
+    run_kept_ranks(auxiliary, world_size)

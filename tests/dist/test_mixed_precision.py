@@ -14,7 +14,7 @@ from fsdp.errors import FsdpWarning
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXPOSURES = (False, True)
@@ -122,11 +122,11 @@ def dtypes(param, reduce, buffer, keep):
 def test_parameters_inputs_reductions_buffers_and_gradients_have_their_dtypes(
     world_size, param, reduce, buffer, keep
 ):
-    run_ranks(dtypes, world_size, param, reduce, buffer, keep)
+    run_kept_ranks(dtypes, world_size, param, reduce, buffer, keep)
 
 
 def test_the_same_in_one_process():
-    run_ranks(dtypes, 1, BF16, FP32, BF16, False)
+    run_kept_ranks(dtypes, 1, BF16, FP32, BF16, False)
 
 
 def accuracy(reduce):
@@ -155,7 +155,7 @@ def accuracy(reduce):
 
 @pytest.mark.parametrize("reduce", [None, FP32], ids=str)
 def test_gradients_are_those_of_float32_up_to_the_compute_dtype(reduce):
-    run_ranks(accuracy, 3, reduce)
+    run_kept_ranks(accuracy, 3, reduce)
 
 
 def master_weights():
@@ -175,7 +175,7 @@ def master_weights():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_optimizer_works_on_full_precision(world_size):
-    run_ranks(master_weights, world_size)
+    run_kept_ranks(master_weights, world_size)
 
 
 def upstream():
@@ -193,7 +193,7 @@ def upstream():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_reach_whatever_produced_the_input(world_size):
-    run_ranks(upstream, world_size)
+    run_kept_ranks(upstream, world_size)
 
 
 def batch_norm():
@@ -238,7 +238,7 @@ def nested():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_casting_of_inputs_follows_its_two_switches(world_size):
-    run_ranks(nested, world_size)
+    run_kept_ranks(nested, world_size)
 
 
 def evaluation():
@@ -254,7 +254,7 @@ def evaluation():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_uses_the_same_dtypes(world_size):
-    run_ranks(evaluation, world_size)
+    run_kept_ranks(evaluation, world_size)
 
 
 def test_arguments_are_checked_and_the_repr_is_short():
@@ -283,4 +283,4 @@ def half_large_world():
 
 
 def test_half_precision_sums_do_not_overflow():
-    run_ranks(half_large_world, 4)
+    run_kept_ranks(half_large_world, 4)

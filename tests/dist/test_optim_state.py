@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import CheckpointError, UsageError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import batch, build, wrap
 
 OPTIMIZERS = {
@@ -79,8 +79,8 @@ FORMS = [
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 2), (2, 0), (1, 3), (3, 0)])
 def test_resuming_elsewhere_equals_never_stopping(name, first, second):
     (world1, form1), (world2, form2) = FORMS[first], FORMS[second]
-    model_state, optim_state = run_ranks(wrapped_run, world1, name, form1, 3)[0]
-    resumed, _ = run_ranks(wrapped_run, world2, name, form2, 2, 3, model_state, optim_state)[0]
+    model_state, optim_state = run_kept_ranks(wrapped_run, world1, name, form1, 3)[0]
+    resumed, _ = run_kept_ranks(wrapped_run, world2, name, form2, 2, 3, model_state, optim_state)[0]
     assert_states_close(dense_run(name, 5)[0], resumed)
 
 
@@ -88,7 +88,7 @@ def test_resuming_elsewhere_equals_never_stopping(name, first, second):
 def test_a_plain_optimizer_state_loads_and_goes_back(use_orig_params):
     model_state, optim_state = dense_run("adamw", 3)
     form = {"use_orig_params": use_orig_params}
-    resumed, saved = run_ranks(wrapped_run, 2, "adamw", form, 2, 3, model_state, optim_state)[0]
+    resumed, saved = run_kept_ranks(wrapped_run, 2, "adamw", form, 2, 3, model_state, optim_state)[0]
     expected, dense_state = dense_run("adamw", 5)
     assert_states_close(expected, resumed)
     names = [name for name, _ in build().named_parameters()]
@@ -130,7 +130,7 @@ def groups():
 
 
 def test_groups_keep_every_hyper_parameter():
-    run_ranks(groups, 2)
+    run_kept_ranks(groups, 2)
 
 
 def misuse():
@@ -150,4 +150,4 @@ def misuse():
 
 
 def test_states_that_do_not_fit_are_refused_by_name():
-    run_ranks(misuse, 2)
+    run_kept_ranks(misuse, 2)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, batch, build, check_script, wrap
 
 
@@ -95,7 +95,7 @@ def run_all(scripts, **kwargs):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_equal_the_dense_model_for_every_order(world_size, strategy):
-    run_ranks(run_all, world_size, SCRIPTS, sharding_strategy=ShardingStrategy[strategy])
+    run_kept_ranks(run_all, world_size, SCRIPTS, sharding_strategy=ShardingStrategy[strategy])
 
 
 class Reused(nn.Module):
@@ -139,7 +139,7 @@ def reused_layer():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_layer_used_three_times_gets_the_sum_of_its_gradients(world_size):
-    run_ranks(reused_layer, world_size)
+    run_kept_ranks(reused_layer, world_size)
 
 
 def checkpointed(reentrant, span):
@@ -155,7 +155,7 @@ def checkpointed(reentrant, span):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 2])
 def test_checkpointing_around_units_keeps_gradients(world_size, reentrant, span):
-    run_ranks(checkpointed, world_size, reentrant, span)
+    run_kept_ranks(checkpointed, world_size, reentrant, span)
 
 
 class SharedUnits(nn.Module):
@@ -184,7 +184,7 @@ def tied():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_tied_across_units_stay_tied(world_size):
-    names = run_ranks(tied, world_size)[0]
+    names = run_kept_ranks(tied, world_size)[0]
     assert names == list(build(SharedUnits).state_dict())
 
 
@@ -234,4 +234,4 @@ def failing():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_step_after_an_exception_equals_a_fresh_one(world_size):
-    run_ranks(failing, world_size)
+    run_kept_ranks(failing, world_size)

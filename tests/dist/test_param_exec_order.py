@@ -7,7 +7,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy, ParamExecOrderWrapPolicy
 from tests.dist.test_engine_features import record
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 from tests.support.scripts import Block, Net, batch, build
 
 
@@ -39,5 +39,5 @@ def recorded():
 
 
 def test_gathers_follow_the_recorded_order():
-    gathers, order = run_ranks(recorded, 2)[0]
+    gathers, order = run_kept_ranks(recorded, 2)[0]
     assert gathers == order == ["", "blocks.2", "blocks.1", "blocks.0"]

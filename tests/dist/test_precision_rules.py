@@ -15,7 +15,7 @@ from fsdp.errors import ConfigError, ConfigTypeError
 from tests.dist.test_engine_features import record
 from tests.support.compare import GRADIENTS, TRAINED, assert_bitwise, assert_close
 from tests.support.oracles import full_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import Net, batch, build, dense_grads, wrap
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -59,7 +59,7 @@ def ruled(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rules_give_modules_a_dtype_without_units_or_collectives(world_size, strategy):
-    run_ranks(ruled, world_size, strategy)
+    run_kept_ranks(ruled, world_size, strategy)
 
 
 def float64_everywhere():
@@ -83,7 +83,7 @@ def float64_everywhere():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_under_a_rule_are_those_of_its_dtype(world_size):
-    run_ranks(float64_everywhere, world_size)
+    run_kept_ranks(float64_everywhere, world_size)
 
 
 def masters():
@@ -116,7 +116,7 @@ def masters():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_masters_take_steps_that_the_low_dtype_would_lose(world_size):
-    run_ranks(masters, world_size)
+    run_kept_ranks(masters, world_size)
 
 
 def warned(**kwargs):
@@ -170,7 +170,7 @@ def evaluated(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_evaluation_in_full_precision_is_that_of_the_plain_model(world_size, strategy):
-    run_ranks(evaluated, world_size, strategy)
+    run_kept_ranks(evaluated, world_size, strategy)
 
 
 def test_wrong_rules_are_refused_at_once():

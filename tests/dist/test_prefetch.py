@@ -15,7 +15,7 @@ from fsdp.comm.recording import Recording
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 MODES = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -46,7 +46,7 @@ def gradients(name):
 
 @pytest.mark.parametrize("name", ["mlp", "shared", "experts"])
 def test_no_way_of_prefetching_changes_a_gradient(name):
-    run_ranks(gradients, 2, name)
+    run_kept_ranks(gradients, 2, name)
 
 
 def trace(backward, forward):
@@ -81,7 +81,7 @@ def position(log, text, last=False):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
-    log = run_ranks(trace, 2, mode, False)[0]
+    log = run_kept_ranks(trace, 2, mode, False)[0]
     gather = position(log, "all_gather blocks.1", last=True)
     backward = position(log, "backward blocks.2")
     reduce = position(log, "reduce_scatter blocks.2")
@@ -100,7 +100,7 @@ def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_next_unit_is_gathered_while_the_current_one_computes(ahead):
     """On an accelerator the host runs ahead; on the CPU the gather is started early whether asked for or not."""
-    log = run_ranks(trace, 2, PRE, ahead)[0]
+    log = run_kept_ranks(trace, 2, PRE, ahead)[0]
     assert position(log, "all_gather blocks.1") < position(log, "forward blocks.0"), log
     assert log.count("all_gather blocks.0") == 2
 
@@ -154,7 +154,7 @@ def launches_and_waits(exposure):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_next_gather_starts_before_the_wait_for_the_units_own(orig):
-    forward, backward = run_ranks(launches_and_waits, 2, orig)[0]
+    forward, backward = run_kept_ranks(launches_and_waits, 2, orig)[0]
     assert position(forward, "gather blocks.0") < position(forward, "wait root"), forward
     assert position(backward, "gather blocks.1") < position(backward, "wait blocks.2"), backward
 
@@ -209,4 +209,4 @@ def changing(forward):
 @pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_order_that_changes_every_step_is_only_slower(forward, world_size):
-    run_ranks(changing, world_size, forward)
+    run_kept_ranks(changing, world_size, forward)

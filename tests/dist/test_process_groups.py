@@ -11,7 +11,7 @@ from fsdp import ShardingStrategy
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -47,7 +47,7 @@ def halves(strategy):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_two_halves_train_two_models(strategy):
-    run_ranks(halves, 4, strategy)
+    run_kept_ranks(halves, 4, strategy)
 
 
 def one_rank_each():
@@ -65,7 +65,7 @@ def one_rank_each():
 
 
 def test_groups_of_one_rank_train_alone():
-    run_ranks(one_rank_each, 2)
+    run_kept_ranks(one_rank_each, 2)
 
 
 def mixed():
@@ -88,7 +88,7 @@ def mixed():
 
 
 def test_nested_units_may_have_groups_of_their_own():
-    run_ranks(mixed, 4)
+    run_kept_ranks(mixed, 4)
 
 
 def sub_world():
@@ -102,4 +102,4 @@ def sub_world():
 
 
 def test_a_rank_outside_of_the_group_is_told_so():
-    run_ranks(sub_world, 2)
+    run_kept_ranks(sub_world, 2)

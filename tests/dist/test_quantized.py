@@ -29,7 +29,7 @@ from fsdp.comm.topology import node_groups
 from fsdp.errors import ConfigError, ConfigTypeError, TrainingStateError, UnsupportedError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import GptBlock, MlpBlock, entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.zero.support import bytes_sent
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def halved():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_halves_round_each_number_that_travels_once_and_sums_are_float32(world_size):
-    run_ranks(halved, world_size)
+    run_kept_ranks(halved, world_size)
 
 
 def gathered(dtype):
@@ -167,7 +167,7 @@ def gathered(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gather_gives_all_ranks_the_same_rounded_values(world_size, dtype):
-    first, *others = run_ranks(gathered, world_size, dtype)
+    first, *others = run_kept_ranks(gathered, world_size, dtype)
     for other in others:
         assert torch.equal(first, other)
 
@@ -205,7 +205,7 @@ def reduced(bits, ranks_per_node, dtype):
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, None), (3, None), (4, 2), (3, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sum_is_within_the_rounding_of_its_contributions(world_size, ranks_per_node, bits, dtype):
-    run_ranks(reduced, world_size, bits, ranks_per_node, dtype)
+    run_kept_ranks(reduced, world_size, bits, ranks_per_node, dtype)
 
 
 def exact_where_representable(ranks_per_node):
@@ -224,7 +224,7 @@ def exact_where_representable(ranks_per_node):
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (4, 1), (4, 4), (6, 3), (6, 2)])
 def test_two_hops_bring_every_row_to_its_rank(world_size, ranks_per_node):
-    run_ranks(exact_where_representable, world_size, ranks_per_node)
+    run_kept_ranks(exact_where_representable, world_size, ranks_per_node)
 
 
 def in_portions():
@@ -256,8 +256,8 @@ def fed_back(error_feedback):
 
 
 def test_error_feedback_makes_up_for_what_rounding_took():
-    with_feedback = max(run_ranks(fed_back, 2, True))
-    without = max(run_ranks(fed_back, 2, False))
+    with_feedback = max(run_kept_ranks(fed_back, 2, True))
+    without = max(run_kept_ranks(fed_back, 2, False))
     assert with_feedback < without / 10
 
 
@@ -284,7 +284,7 @@ def after_an_overflow():
 
 
 def test_an_overflow_reaches_the_owner_and_leaves_nothing_behind():
-    run_ranks(after_an_overflow, 2)
+    run_kept_ranks(after_an_overflow, 2)
 
 
 # -- in a wrapped model --------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def converges(kind, orig):
 )
 def test_training_converges_as_without_compression(kind, orig):
     world = 4 if COMPRESSIONS[kind].get("ranks_per_node") else 2
-    for exact, rounded in run_ranks(converges, world, kind, orig):
+    for exact, rounded in run_kept_ranks(converges, world, kind, orig):
         assert exact[-1] < 0.65 * exact[0]  # there is something to learn, and it is learned
         assert rounded != exact
         for ours, theirs in zip(rounded, exact, strict=True):
@@ -376,7 +376,7 @@ def exact_outside_steps(kind):
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "secondary"])
 def test_shards_state_dicts_and_summoned_parameters_stay_exact(kind):
-    run_ranks(exact_outside_steps, 4, kind)
+    run_kept_ranks(exact_outside_steps, 4, kind)
 
 
 def same_weights_everywhere(kind):
@@ -402,7 +402,7 @@ def same_weights_everywhere(kind):
 
 @pytest.mark.parametrize("kind", ["int8", "secondary"])
 def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward(kind):
-    first, *others = run_ranks(same_weights_everywhere, 4, kind)
+    first, *others = run_kept_ranks(same_weights_everywhere, 4, kind)
     half = len(first) // 2
     assert len(first) == 2 * half
     for other in others:
@@ -472,7 +472,7 @@ def traffic():
 
 
 def test_between_nodes_only_forward_gathers_and_sums_of_nodes_travel():
-    events = run_ranks(traffic, 4)[0]
+    events = run_kept_ranks(traffic, 4)[0]
     blocks = ["blocks.0", "blocks.1"]
     assert [("all_gather", unit, {"uint8"}) for unit in ["", *blocks]] == [
         event[:3] for event in events["all"]
@@ -496,7 +496,7 @@ def copied():
 
 
 def test_a_copy_is_compressed_alike_and_keeps_its_own_remainders():
-    assert [True, True] == run_ranks(copied, 2)
+    assert [True, True] == run_kept_ranks(copied, 2)
 
 
 def alone(orig):
@@ -506,7 +506,7 @@ def alone(orig):
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_one_rank_alone_is_not_rounded(orig):
-    run_ranks(alone, 1, orig)
+    run_kept_ranks(alone, 1, orig)
 
 
 def hybrid():
@@ -519,7 +519,7 @@ def hybrid():
 
 
 def test_under_hybrid_sharding_the_shard_axis_is_compressed():
-    run_ranks(hybrid, 4)
+    run_kept_ranks(hybrid, 4)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def refused():
 
 
 def test_bad_combinations_are_refused_with_the_remedy():
-    run_ranks(refused, 2)
+    run_kept_ranks(refused, 2)
 
 
 class Writes(nn.Module):
@@ -603,7 +603,7 @@ def written():
 
 
 def test_module_code_that_writes_its_rounded_parameters_is_an_error():
-    run_ranks(written, 2)
+    run_kept_ranks(written, 2)
 
 
 def uneven_inputs():
@@ -619,7 +619,7 @@ def uneven_inputs():
 
 
 def test_ranks_may_run_out_of_inputs():
-    first, second = run_ranks(uneven_inputs, 2)
+    first, second = run_kept_ranks(uneven_inputs, 2)
     for name, value in first.items():
         assert torch.equal(value, second[name])
 
@@ -648,7 +648,7 @@ def together(kind, orig):
 
 @pytest.mark.parametrize(("kind", "orig"), [*zip(FEATURES, [False, True] * 2, strict=True)])
 def test_other_features_go_with_it(kind, orig):
-    run_ranks(together, 2, kind, orig)
+    run_kept_ranks(together, 2, kind, orig)
 
 
 def accumulated():
@@ -667,4 +667,4 @@ def accumulated():
 
 
 def test_gradients_accumulate_exactly_before_they_are_rounded():
-    run_ranks(accumulated, 2)
+    run_kept_ranks(accumulated, 2)

@@ -29,7 +29,7 @@ from fsdp.comm.process_group import PointToPointCollectives
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import ENTRIES
 from tests.support.oracles import wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import Block, batch, build, wrap
 
 
@@ -63,8 +63,8 @@ def test_sharded_state_dicts_hold_each_parameter_by_rows(world_size, strategy):
     from tests.dist.test_engine_features import Lora, LoraNet
     from tests.support.scripts import Net
 
-    run_ranks(sharded, world_size, Net, {Block}, strategy)
-    run_ranks(sharded, world_size, LoraNet, {Lora}, strategy)
+    run_kept_ranks(sharded, world_size, Net, {Block}, strategy)
+    run_kept_ranks(sharded, world_size, LoraNet, {Lora}, strategy)
 
 
 def local():
@@ -89,7 +89,7 @@ def local():
 
 
 def test_local_state_dicts_are_the_flat_shards_themselves():
-    run_ranks(local, 2)
+    run_kept_ranks(local, 2)
 
 
 def checkpointed(folder, seed, save, use_orig_params, strategy):
@@ -117,8 +117,8 @@ def test_sharded_state_dicts_go_through_torch_distributed_checkpoint_to_another_
     saver, loader
 ):
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(checkpointed, saver[0], folder, 1, True, False, saver[1])[0]
-        loaded = run_ranks(checkpointed, loader[0], folder, 2, False, True, loader[1])[0]
+        saved = run_kept_ranks(checkpointed, saver[0], folder, 1, True, False, saver[1])[0]
+        loaded = run_kept_ranks(checkpointed, loader[0], folder, 2, False, True, loader[1])[0]
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
@@ -143,7 +143,7 @@ def settings():
 
 
 def test_settings_are_checked_and_always_put_back():
-    run_ranks(settings, 2)
+    run_kept_ranks(settings, 2)
 
 
 def differentiated():
@@ -158,7 +158,7 @@ def differentiated():
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_is_refused_by_name():
-    run_ranks(differentiated, 2)
+    run_kept_ranks(differentiated, 2)
 
 
 # -- every model, strategy and world size ------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def on_the_users_mesh(names):
     "names", [(None,), ("replicate",), (None, None), ("shard", "replicate")], ids=str
 )
 def test_sharded_dicts_lie_on_the_mesh_the_model_was_wrapped_with(names):
-    run_ranks(on_the_users_mesh, 4 if len(names) == 2 else 3, names)
+    run_kept_ranks(on_the_users_mesh, 4 if len(names) == 2 else 3, names)
 
 
 def channels_last():
@@ -342,7 +342,7 @@ def channels_last():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_in_any_memory_order_keep_their_values(world_size):
-    run_ranks(channels_last, world_size)
+    run_kept_ranks(channels_last, world_size)
 
 
 def awkward():
@@ -399,7 +399,7 @@ class Awkward(torch.nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_scalars_empty_packed_frozen_and_ignored_parameters_go_through_every_type(world_size):
-    run_ranks(awkward, world_size)
+    run_kept_ranks(awkward, world_size)
 
 
 # -- no shard by accident ----------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def inside_summon():
 
 
 def test_a_shard_is_never_saved_for_a_parameter_inside_summon():
-    run_ranks(inside_summon, 2)
+    run_kept_ranks(inside_summon, 2)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def wrong_on_one_rank(how):
     ],
 )
 def test_a_wrong_shape_on_one_rank_leaves_the_model_as_it_was_on_all(how):
-    run_ranks(wrong_on_one_rank, 2, how)
+    run_kept_ranks(wrong_on_one_rank, 2, how)
 
 
 def wrong_buffer():
@@ -484,7 +484,7 @@ CONV = next(name for name in ENTRIES if "conv" in name)
 
 
 def test_a_buffer_of_the_wrong_shape_leaves_the_model_as_it_was():
-    run_ranks(wrong_buffer, 2)
+    run_kept_ranks(wrong_buffer, 2)
 
 
 def from_rank_zero(name, strategy):
@@ -520,7 +520,7 @@ def from_rank_zero(name, strategy):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_model_loads_what_only_rank_zero_has(name):
-    run_ranks(from_rank_zero, 2, name, "FULL_SHARD") if name != "gpt_tied" else run_ranks(
+    run_kept_ranks(from_rank_zero, 2, name, "FULL_SHARD") if name != "gpt_tied" else run_kept_ranks(
         from_rank_zero_tied, 2
     )
 
@@ -542,7 +542,7 @@ def from_rank_zero_tied():
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_strategy_loads_what_only_rank_zero_has(world_size, strategy):
-    run_ranks(from_rank_zero, world_size, "mlp", strategy)
+    run_kept_ranks(from_rank_zero, world_size, "mlp", strategy)
 
 
 def peak_growth(call):

@@ -14,7 +14,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import ENTRIES, entry
 from tests.support.oracles import mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -55,13 +55,13 @@ def whole(name, strategy):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_model_is_whole_inside_and_as_before_outside(name):
-    run_ranks(whole, 2, name, "FULL_SHARD")
+    run_kept_ranks(whole, 2, name, "FULL_SHARD")
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_whole_in_the_other_strategies_and_world_sizes(strategy, world_size):
-    run_ranks(whole, world_size, "gpt_tied", strategy)
+    run_kept_ranks(whole, world_size, "gpt_tied", strategy)
 
 
 def written(strategy, writeback):
@@ -100,7 +100,7 @@ def written(strategy, writeback):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_changes_are_kept_if_written_back_and_dropped_if_not(world_size, strategy, writeback):
-    run_ranks(written, world_size, strategy, writeback)
+    run_kept_ranks(written, world_size, strategy, writeback)
 
 
 def one_level():
@@ -121,7 +121,7 @@ def one_level():
 
 
 def test_recurse_false_summons_one_unit_and_contexts_nest():
-    run_ranks(one_level, 2)
+    run_kept_ranks(one_level, 2)
 
 
 def of_anything():
@@ -143,7 +143,7 @@ def of_anything():
 
 
 def test_any_module_can_be_summoned():
-    run_ranks(of_anything, 2)
+    run_kept_ranks(of_anything, 2)
 
 
 def on_rank_0(offload_to_cpu):
@@ -165,7 +165,7 @@ def on_rank_0(offload_to_cpu):
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 def test_rank0_only_shows_whole_parameters_to_rank_0_alone(offload_to_cpu):
-    run_ranks(on_rank_0, 2, offload_to_cpu)
+    run_kept_ranks(on_rank_0, 2, offload_to_cpu)
 
 
 def offloaded():
@@ -187,7 +187,7 @@ def offloaded():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_parameters_are_written_back_too(world_size):
-    run_ranks(offloaded, world_size)
+    run_kept_ranks(offloaded, world_size)
 
 
 def gradients(strategy):
@@ -231,7 +231,7 @@ def gradients(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_whole_and_written_back(strategy, world_size):
-    run_ranks(gradients, world_size, strategy)
+    run_kept_ranks(gradients, world_size, strategy)
 
 
 def refused():
@@ -254,7 +254,7 @@ def refused():
 
 
 def test_wrong_combinations_are_refused_and_exceptions_inside_leave_it_usable():
-    run_ranks(refused, 2)
+    run_kept_ranks(refused, 2)
 
 
 def no_grad_forward_inside():
@@ -274,7 +274,7 @@ def no_grad_forward_inside():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_without_grad_inside_sees_what_was_written_there(world_size):
-    run_ranks(no_grad_forward_inside, world_size)
+    run_kept_ranks(no_grad_forward_inside, world_size)
 
 
 def full_precision():
@@ -288,7 +288,7 @@ def full_precision():
 
 
 def test_summoned_parameters_are_in_full_precision():
-    run_ranks(full_precision, 2)
+    run_kept_ranks(full_precision, 2)
 
 
 def mutated_in_forms():
@@ -310,7 +310,7 @@ def mutated_in_forms():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_way_of_writing_is_kept(world_size):
-    run_ranks(mutated_in_forms, world_size)
+    run_kept_ranks(mutated_in_forms, world_size)
 
 
 def replaced_and_trained(use_orig_params, inner):
@@ -348,4 +348,4 @@ def replaced_and_trained(use_orig_params, inner):
 @pytest.mark.parametrize("use_orig_params", EXPOSURES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_parameter_replaced_inside_the_context_is_trained(world_size, use_orig_params, inner):
-    run_ranks(replaced_and_trained, world_size, use_orig_params, inner)
+    run_kept_ranks(replaced_and_trained, world_size, use_orig_params, inner)

@@ -23,7 +23,7 @@ from tests.support.oracles import (
     train_dense,
     wrap_entry,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 
@@ -71,7 +71,7 @@ def tied(policy, strategy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_tied_weights_stay_one_parameter_under_any_policy(world_size, policy, strategy):
-    run_ranks(tied, world_size, policy, strategy)
+    run_kept_ranks(tied, world_size, policy, strategy)
 
 
 def kept():
@@ -102,7 +102,7 @@ def kept():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_are_the_same_objects_before_and_after_wrapping(world_size):
-    run_ranks(kept, world_size)
+    run_kept_ranks(kept, world_size)
 
 
 def earlier_optimizer(strategy):
@@ -125,7 +125,7 @@ def earlier_optimizer(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_optimizer_built_before_wrapping_trains_identically_in_orig_mode(strategy, world_size):
-    run_ranks(earlier_optimizer, world_size, strategy)
+    run_kept_ranks(earlier_optimizer, world_size, strategy)
 
 
 def groups():
@@ -158,7 +158,7 @@ def groups():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameter_groups_by_name_train_as_in_the_plain_model(world_size):
-    run_ranks(groups, world_size)
+    run_kept_ranks(groups, world_size)
 
 
 def thaw():
@@ -181,7 +181,7 @@ def thaw():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(world_size):
-    run_ranks(thaw, world_size)
+    run_kept_ranks(thaw, world_size)
 
 
 def stale_optimizer():
@@ -199,4 +199,4 @@ def stale_optimizer():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_optimizer_built_before_wrapping_is_refused_in_flat_mode(world_size):
-    run_ranks(stale_optimizer, world_size)
+    run_kept_ranks(stale_optimizer, world_size)

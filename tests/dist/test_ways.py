@@ -16,7 +16,7 @@ from fsdp.comm.collectives import Gather
 from fsdp.comm.process_group import PointToPointCollectives
 from fsdp.comm.shared_memory import LONGEST_MESSAGE
 from fsdp.comm.ways import Ways, interrupt
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import batch, build, wrap
 
 _TAG = (1 << 20) - 7
@@ -85,7 +85,7 @@ def crossing():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_messages_of_both_ways_arrive_whole(world_size):
-    run_ranks(crossing, world_size)
+    run_kept_ranks(crossing, world_size)
 
 
 def interrupted():
@@ -104,7 +104,7 @@ def interrupted():
 
 
 def test_waits_over_both_ways_can_be_interrupted():
-    assert max(run_ranks(interrupted, 2)) < _PATIENCE
+    assert max(run_kept_ranks(interrupted, 2)) < _PATIENCE
 
 
 def later_groups():

@@ -25,7 +25,7 @@ from fsdp.wrap import (
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import ENTRIES, MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks
 
 EXPOSURES = (False, True)
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -103,7 +103,7 @@ def chosen(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_choose_their_units_and_training_is_right(name):
-    run_ranks(chosen, 2, name)
+    run_kept_ranks(chosen, 2, name)
 
 
 def policies_in_detail():
@@ -142,7 +142,7 @@ def policies_in_detail():
 
 
 def test_policies_get_the_count_of_parameters_and_may_give_arguments():
-    run_ranks(policies_in_detail, 1)
+    run_kept_ranks(policies_in_detail, 1)
 
 
 def kwargs_reach_children():
@@ -167,7 +167,7 @@ def kwargs_reach_children():
 
 
 def test_arguments_of_the_root_hold_for_every_unit():
-    run_ranks(kwargs_reach_children, 2)
+    run_kept_ranks(kwargs_reach_children, 2)
 
 
 def by_hand():
@@ -188,7 +188,7 @@ def by_hand():
 
 
 def test_enable_wrap_wraps_within_its_context_only():
-    run_ranks(by_hand, 2)
+    run_kept_ranks(by_hand, 2)
 
 
 def nested(name):
@@ -219,7 +219,7 @@ def nested(name):
 @pytest.mark.parametrize("name", ["mlp", "lora", "odd"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wrapping_by_hand_equals_the_plain_model(name, world_size):
-    run_ranks(nested, world_size, name)
+    run_kept_ranks(nested, world_size, name)
 
 
 def forest():
@@ -235,7 +235,7 @@ def forest():
 
 
 def test_a_plain_module_may_hold_several_roots():
-    run_ranks(forest, 2)
+    run_kept_ranks(forest, 2)
 
 
 class WithMethods(nn.Sequential):
@@ -267,7 +267,7 @@ def attributes():
 
 
 def test_attributes_and_items_are_those_of_the_wrapped_module():
-    run_ranks(attributes, 2)
+    run_kept_ranks(attributes, 2)
 
 
 def names():
@@ -290,7 +290,7 @@ def names():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_names_of_parameters_and_buffers_are_clean_and_equal_on_every_rank(world_size):
-    run_ranks(names, world_size)
+    run_kept_ranks(names, world_size)
 
 
 def with_grad():
@@ -307,7 +307,7 @@ def with_grad():
 
 
 def test_params_with_grad_lists_those_that_have_one():
-    run_ranks(with_grad, 2)
+    run_kept_ranks(with_grad, 2)
 
 
 def apply():
@@ -356,7 +356,7 @@ def apply():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_apply_sees_whole_parameters_and_keeps_what_it_writes(world_size):
-    run_ranks(apply, world_size)
+    run_kept_ranks(apply, world_size)
 
 
 class Hook:
@@ -416,4 +416,4 @@ def comm_hook(strategy):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_communication_hook_reduces_every_unit_and_is_registered_once(strategy):
-    run_ranks(comm_hook, 2, strategy)
+    run_kept_ranks(comm_hook, 2, strategy)

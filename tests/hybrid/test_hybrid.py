@@ -26,7 +26,7 @@ from tests.support.oracles import (
     train_dense,
     wrap_entry,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 STRATEGIES = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 RECIPE = Recipe(steps=3, clip=0.1, micro_batches=2)
@@ -88,7 +88,7 @@ def trained(how, replicas, shards, strategy):
 def test_training_with_accumulation_and_clipping_is_the_dense_models(
     how, replicas, shards, strategy
 ):
-    by_rank = run_ranks(trained, replicas * shards, how, replicas, shards, strategy)
+    by_rank = run_kept_ranks(trained, replicas * shards, how, replicas, shards, strategy)
     for exposures in by_rank:
         for (norms, params), (first_norms, first) in zip(exposures, by_rank[0], strict=True):
             assert norms == first_norms
@@ -112,7 +112,7 @@ def synchronised(replicas, shards):
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 2), (2, 1)])
 def test_init_is_synchronised_over_both_axes(replicas, shards):
-    run_ranks(synchronised, replicas * shards, replicas, shards)
+    run_kept_ranks(synchronised, replicas * shards, replicas, shards)
 
 
 def clipped(order, by_function):
@@ -149,7 +149,7 @@ def clipped(order, by_function):
 @pytest.mark.parametrize("by_function", [False, True])
 @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, math.inf])
 def test_the_norm_is_the_dense_models_on_every_rank(order, by_function):
-    by_rank = run_ranks(clipped, 4, order, by_function)
+    by_rank = run_kept_ranks(clipped, 4, order, by_function)
     assert all(found == by_rank[0] for found in by_rank)
 
 
@@ -180,7 +180,7 @@ def resumed(orig):
 
 @pytest.mark.parametrize("orig", [False, True])
 def test_optimizer_slices_of_two_axes_resume_under_one(orig):
-    run_ranks(resumed, 4, orig)
+    run_kept_ranks(resumed, 4, orig)
 
 
 def refused():
