@@ -603,3 +603,10 @@ def hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
     for number, their_hook in theirs.items():
         del tensor._backward_hooks[number]  # type: ignore[union-attr]
         tensor._backward_hooks[number] = their_hook  # type: ignore[index]
+
+
+READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What ``DistributedDataParallel`` asks its module for before it communicates.
+
+Why: its constructor sends rank 0's parameters to all, and asks nobody whether they are the same ones everywhere.
+"""

@@ -70,6 +70,8 @@ class EntryGate:
         self._ranks = tuple(dist.get_process_group_ranks(group)) if self._store else ()
         self._channels: dict[str, Channel] = {}
         self._sequences = itertools.count()
+        if self._store is not None:
+            the_watch()  # so that the others know this process
 
     def enter(self, call: str) -> None:
         """Wait until every rank has entered ``call``.
@@ -179,7 +181,8 @@ class EntryGate:
         store.set(f"{place}/{self._rank}", entry)
         if store.add(f"{place}/count", 1) == self._size:
             entries = [store.get(f"{place}/{rank}").decode() for rank in range(self._size)]
-            store.set(f"{place}/verdict", judge(entries) or "")
+            if not store.check([f"{place}/verdict"]):  # else a rank has given up
+                store.set(f"{place}/verdict", judge(entries) or "")
             for rank in range(self._size):
                 store.delete_key(f"{place}/{rank}")
         channel.text = f"every rank to come to {entry.partition(_NOTE)[0]}"
@@ -187,7 +190,7 @@ class EntryGate:
         verdict = store.get(f"{place}/verdict").decode()
         if verdict == _LOST:
             watch = the_watch()
-            raise (watch and watch.explanation()) or self._absence(store, place, entry)
+            raise (watch and watch.explanation()) or self._why_lost(store, place, entry)
         if store.add(f"{place}/count", 1) == 2 * self._size:
             store.delete_key(f"{place}/verdict")
             store.delete_key(f"{place}/count")
@@ -198,7 +201,7 @@ class EntryGate:
         channel = self._channels.get(sequence)
         if channel is None:
             key = f"{self._name}/gate/{sequence}"
-            channel = Channel(key, "", self._ranks, lambda: self._give_up(sequence))
+            channel = Channel(key, "", self._ranks, lambda: self._give_up(sequence), is_gate=True)
             self._channels[sequence] = channel
             watch = the_watch()
             if watch is not None:
@@ -220,6 +223,10 @@ class EntryGate:
             absence = self._absence(store, place, entry)
             watch = the_watch()
             if not patient or (watch is not None and watch.guarded):
+                store.set(f"{place}/why", str(absence))
+                channel.interrupt()
+                if watch is not None:
+                    watch.give_up(str(absence))
                 raise absence from error
             warnings.warn(f"{absence}  Still waiting.", FsdpWarning, stacklevel=5)
             if watch is not None:
@@ -235,6 +242,11 @@ class EntryGate:
             finally:  # who is interrupted does not wait any more
                 if watch is not None:
                     watch.end()
+
+    def _why_lost(self, store: Store, place: str, entry: str) -> ShardMismatchError:
+        if store.check([f"{place}/why"]):
+            return ShardMismatchError(store.get(f"{place}/why").decode())
+        return self._absence(store, place, entry)
 
     def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
         missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))

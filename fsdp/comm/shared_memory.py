@@ -30,18 +30,15 @@ Note [Shared memory]
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import mmap
 import os
 import platform
 import secrets
-import select
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +46,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from .processes import Watched
 
 __all__ = ["LONGEST_MESSAGE", "Check", "Introduction", "Neighbours", "Segment", "find", "introduce"]
 
@@ -198,15 +197,11 @@ class Neighbour:
         self.pid = pid
         self.segment = segment
         self.place = place
-        self._ended = select.poll()
-        with contextlib.suppress(OSError):  # else the kernel cannot tell, and the timeout will
-            descriptor = os.pidfd_open(pid)
-            weakref.finalize(self, os.close, descriptor)
-            self._ended.register(descriptor, select.POLLIN)
+        self._process = Watched(pid)  # where the kernel cannot tell, the timeout will
 
     def has_ended(self) -> bool:
         """Whether its process is no more."""
-        return bool(self._ended.poll(0))
+        return self._process.has_ended()
 
 
 class _Unread(NamedTuple):

@@ -10,7 +10,8 @@ it can tell slowness from deadlock:
 * ranks wait in a circle, each for an exchange that another has not launched: nobody will ever move; raise.
 
 So a healthy run is never ended, however slow, and a run whose ranks went different ways ends within seconds of the
-limit.  Under a guard (``with model.guard():``) a rank that failed or stayed away ends the wait too.
+limit.  A rank whose process has ended, or that has given up at a gate, ends the wait of those who meet there; under a
+guard (``with model.guard():``) a rank that failed or stayed away ends the wait too.
 
 Nothing of this runs before a wait has lasted long: the hot path notes what it waits for, no more.
 """
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from .. import _torch
 from ..errors import FsdpWarning, ShardMismatchError, describe
+from .processes import Watched, named_process, this_process
 from .timeout import entry_timeout
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Channel:
         ranks: Global ranks of the group.
         interrupt: Makes every wait over the group raise, now and later.
         launched: How many this rank has launched.
+        is_gate: Whether ranks only meet there, and send nothing that would tell them of a peer's end.
     """
 
     key: str
@@ -55,6 +58,7 @@ class Channel:
     ranks: tuple[int, ...]
     interrupt: Callable[[], None]
     launched: int = 0
+    is_gate: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -157,6 +161,8 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._guard_epoch = 0
         self._guards = 0
+        self._processes: dict[int, Watched | None] = {}
+        store.set(f"process/{rank}", this_process())
 
     def add(self, channel: Channel) -> None:
         """Make ``channel`` part of this rank's ledger, as long as it lives."""
@@ -174,6 +180,10 @@ class Watch:
     def end(self) -> None:
         """The calling thread waits no more."""
         self._waiting.pop(threading.get_ident(), None)
+
+    def give_up(self, why: str) -> None:
+        """This rank leaves a gate to which others have not come: who waits for it somewhere else learns of it."""
+        self._store.set(f"gave up/{self._rank}", why)
 
     # -- guarded sections ------------------------------------------------------------------------------------------
 
@@ -234,14 +244,14 @@ class Watch:
                     return
                 before = now
                 if circle is None and (absent := self._absent(mine, now)):
-                    if self._guards:
-                        self._interrupt(awaited, _describe_absent(mine, self._rank, absent))
+                    lost = self._lost(awaited, absent)
+                    told = _describe_absent(mine, self._rank, absent)
+                    if lost or self._guards:
+                        self._interrupt(awaited, lost or told)
                         return
                     if warned is not awaited:
                         warned = awaited
-                        warnings.warn(
-                            _describe_absent(mine, self._rank, absent), FsdpWarning, stacklevel=2
-                        )
+                        warnings.warn(told, FsdpWarning, stacklevel=2)
             except RuntimeError:
                 return  # the store is gone: the job is ending
 
@@ -277,6 +287,32 @@ class Watch:
                     remedy="Look at that rank's error; restart the job from the last checkpoint.",
                 )
         return None
+
+    def _lost(self, awaited: Awaited, absent: list[int]) -> str | None:
+        """Why one of the ``absent`` will never come to the gate that is waited at, if that is known."""
+        if not awaited.channel.is_gate:
+            return None  # who communicates finds out by itself
+        for rank in absent:
+            if self._store.check([f"gave up/{rank}"]):
+                why = f"rank {rank} has given up: {self._store.get(f'gave up/{rank}').decode()}"
+            elif self._has_ended(rank):
+                why = f"the process of rank {rank} has ended"
+            else:
+                continue
+            return describe(
+                f"rank {self._rank} waits for {awaited.channel.text}, but {why}",
+                remedy="Look at the first error of that rank, and make the same calls on every rank.",
+            )
+        return None
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is known to be no more."""
+        if rank not in self._processes:
+            key = f"process/{rank}"
+            told = self._store.get(key).decode() if self._store.check([key]) else ""
+            self._processes[rank] = named_process(told)
+        process = self._processes[rank]
+        return process is not None and process.has_ended()
 
     def _interrupt(self, awaited: Awaited, verdict: str) -> None:
         self._verdict = verdict

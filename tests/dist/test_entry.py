@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -164,3 +165,49 @@ def built(case):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_built_different_models_are_told_before_they_communicate_each_time(case, world_size):
     run_ranks(built, world_size, case)
+
+
+def left_behind(how, orig):
+    """Rank 0 comes to its first forward; rank 1 is not coming."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    model = wrap(build(), use_orig_params=orig)
+    if dist.get_rank():
+        if how == "fails":
+            raise RuntimeError("of its own")
+        if how == "leaves":
+            os._exit(3)
+        with contextlib.suppress(ShardMismatchError):
+            model.state_dict()
+        time.sleep(5)  # lives on, and does not come
+    start = time.monotonic()
+    with pytest.raises(ShardMismatchError) as caught:
+        model(batch(0))
+    assert time.monotonic() - start < 15
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("fails", "the process of rank 1 has ended"),
+        ("leaves", "the process of rank 1 has ended"),
+        ("gives up", "rank 1 has given up: state_dict is collective but was entered by ranks"),
+    ],
+)
+def test_who_waits_in_its_first_forward_learns_that_a_rank_is_not_coming(how, said, orig):
+    outcome = run_ranks_outcomes(left_behind, 2, how, orig)[0]
+    assert outcome.ok, outcome.traceback
+    assert said in outcome.value
+
+
+def late():
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    model = wrap(build())
+    time.sleep(3 * dist.get_rank())
+    with pytest.raises(ShardMismatchError, match=r"ranks \[0\] only: ranks \[1\] did not"):
+        model.state_dict()
+
+
+def test_who_comes_when_others_have_given_up_is_told_so_and_does_not_go_on_alone():
+    run_ranks(late, 2)

@@ -56,7 +56,15 @@ def step_in_summon(model, rank):
         optimizer.step()  # nothing to do, here and outside
 
 
+def ddp_around_it(model, rank):
+    if model.world_size == 1:
+        return  # there is nothing to overwrite
+    with pytest.raises(UsageError, match="DistributedDataParallel was put around a wrapper"):
+        nn.parallel.DistributedDataParallel(model)
+
+
 MISUSES = (
+    ddp_around_it,
     step_in_summon,
     backward_in_summon,
     backward_in_summon_of_an_inner_unit,
