@@ -481,11 +481,11 @@ class Root:
         finished here, last unit first on every rank.
         """
         for unit in reversed(self.units):
-            if unit.armed or unit.accumulating:
+            if unit.arrivals.armed or unit.accumulating:
                 owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
-                if unit.partly_arrived or (owes and unit.sync_gradients):
+                if unit.arrivals.some or (owes and unit.sync_gradients):
                     unit.finish_backward()
-                unit.disarm()
+                unit.arrivals.disarm()
         if self.lockstep.on:
             self.lockstep.reduce_rest(self._start_reduction)
         self._wait_for_reductions()

@@ -25,6 +25,7 @@ from ..flat.handle import FlatParamHandle
 from ..flat.sharing import ManagedParam
 from ..names import join_names
 from . import precision
+from .arrivals import Arrivals
 from .averaging import Averaging
 from .entrances import Entrances
 from .gradients import Gradients
@@ -69,7 +70,7 @@ class Unit(ResidentUnit):
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
         guards: Writes that put stand-ins into modules' dictionaries, in front of users' parameters; mostly none.
         guarded: Whether they are there.
-        armed: Whether gradients are about to arrive.
+        arrivals: Counts the gradients that arrive on the leaves.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
         on_new_handles: Called when the unit has other handles than before.
         averaging: By what its gradients are divided.
@@ -79,16 +80,13 @@ class Unit(ResidentUnit):
     __slots__ = (
         "__weakref__",
         "_aliases",
-        "_arrivals",
         "_backward_task",
         "_entrances",
-        "_expected",
-        "_leaf_hooks",
         "_open_uses",
         "_post_hook",
         "_pre_hook",
         "_trained",
-        "armed",
+        "arrivals",
         "averaging",
         "buffer_masters",
         "dtype_rules",
@@ -129,7 +127,7 @@ class Unit(ResidentUnit):
         self._open_uses = 0
         self._aliases = 0
         self.gradients = Gradients(self)
-        self._leaf_hooks: list[Any] = []
+        self.arrivals = Arrivals(self._all_arrived)
         self._param_hooks = ParamHooks(self)
         self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
         self._entrances.leave_out(self.handles)
@@ -201,29 +199,13 @@ class Unit(ResidentUnit):
         self._plan_gather()
         self.averaging.follow(self.handles)
         self.trained_handles = [handle for handle in self.handles if handle.requires_grad]
-        leaves = self._trained = [
+        self._trained = [
             leaf
             for handle in self.handles
             for leaf in handle.unsharded.leaves
             if leaf.requires_grad
         ]
-        for hook in self._leaf_hooks:
-            hook.remove()
-        # Weakly, because the garbage collector does not look into a tensor's hooks: unit -> leaf -> hook -> unit would
-        # keep the parameters of a deleted model for ever.
-        me = weakref.ref(self)
-        arrivals = self._arrivals = _Arrivals()
-
-        def arrived(_: torch.Tensor) -> None:
-            arrivals.missing -= 1
-            if arrivals.missing <= 0:
-                unit = me()
-                if unit is not None:
-                    unit._all_arrived()  # noqa: SLF001 its own
-
-        self._leaf_hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
-        self._expected: int = len(leaves)
-        self.disarm()
+        self.arrivals.watch(self._trained)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -352,12 +334,12 @@ class Unit(ResidentUnit):
     def _use_done(self) -> None:
         """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
         self._open_uses = max(0, self._open_uses - 1)
-        is_last = self._awaits_inputs if self._expected else not self._open_uses
+        is_last = self._awaits_inputs if self.trains else not self._open_uses
         if is_last and self.residency is UNSHARDED and not self._active:
             self.release()
 
     def _check_summoned_forward(self) -> None:
-        if torch.is_grad_enabled() and self._expected:
+        if torch.is_grad_enabled() and self.trains:
             remedy = "Leave summon_full_params first, or run the forward under torch.no_grad()."
             raise self._refuse_summoned("forward ran with gradients enabled", remedy)
 
@@ -430,8 +412,8 @@ class Unit(ResidentUnit):
         if inside and not begins and (self.residency is UNSHARDED or root.is_done(self)):
             return
         self._backward_task = task
-        if not self.armed:
-            self._arm()
+        if not self.arrivals.armed:
+            self.arrivals.arm()
         # What is gathered now has been looked at before (see `_check_unchanged`).
         stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)
         if self.residency is SHARDED and self._gathers_in_backward:
@@ -445,31 +427,16 @@ class Unit(ResidentUnit):
             # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
             self._offer_leaves()
 
-    def _arm(self) -> None:
-        """Gradients are about to arrive, one on each leaf if all parameters were used."""
-        self.armed = True
-        self._arrivals.missing = self._expected
-
-    def disarm(self) -> None:
-        """No gradient is expected: the next one that arrives is the first of a backward."""
-        self.armed = False
-        self._arrivals.missing = 0
-
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
-        if not self.armed:
+        arrivals = self.arrivals
+        if not arrivals.armed:
             self._unawaited()
         # Reentrant checkpoints inside the unit bring gradients in backwards of their own, perhaps several for one
-        # leaf, each of which was counted; the unit may then be finished at the end.
-        if not self._arrivals.missing and self._backward_task in (None, _torch.backward_task()):
-            missing = 0
-            for leaf in self._trained:
-                if leaf.grad is None:
-                    missing += 1
-            if missing:
-                self._arrivals.missing = missing
-            else:
-                self.finish_backward()
+        # leaf; the unit may then be finished at the end.
+        is_whole = self._backward_task in (None, _torch.backward_task())
+        if is_whole and not arrivals.missing and arrivals.look(self._trained):
+            self.finish_backward()
 
     def _unawaited(self) -> None:
         """A gradient has arrived past everything that would have announced it.
@@ -498,13 +465,8 @@ class Unit(ResidentUnit):
             )
         if root.backward_task is None:
             root.begin_backward(task)
-        self._arm()
-        self._arrivals.missing -= 1
-
-    @property
-    def partly_arrived(self) -> bool:
-        """Whether some of the leaves have gradients and others have not."""
-        return self.armed and self._arrivals.missing != self._expected
+        self.arrivals.arm()
+        self.arrivals.missing -= 1
 
     def finish_backward(self) -> None:
         """Reduce what has arrived (or keep it, inside ``no_sync``) and free the parameters.
@@ -514,7 +476,7 @@ class Unit(ResidentUnit):
         root = self.root
         if root.backward_task is None:
             root.begin_backward(_torch.backward_task())
-        self.disarm()
+        self.arrivals.disarm()
         self._backward_task = None
         if self._reads_frozen or self._is_read_later():
             self._awaits_inputs = (
@@ -558,7 +520,7 @@ class Unit(ResidentUnit):
     @property
     def trains(self) -> bool:
         """Whether any parameter of the unit wants a gradient."""
-        return self._expected > 0
+        return self.arrivals.expected > 0
 
     @property
     def accumulating(self) -> bool:
@@ -576,7 +538,7 @@ class Unit(ResidentUnit):
         """Forget a step that failed half way: gradients on the leaves, exposure, gathered parameters."""
         self._active = 0
         self._before = None
-        self.disarm()
+        self.arrivals.disarm()
         self.gradients.reset()
         self.unguard()
         if not self.summoned:
@@ -590,18 +552,6 @@ _living: weakref.WeakSet[Unit] = weakref.WeakSet()
 def living_units() -> list[Unit]:
     """Every unit of the process that is still in use, in no order.  Collective: none."""
     return list(_living)
-
-
-class _Arrivals:
-    """What the leaves' hooks count.
-
-    Attributes:
-        missing: How many of the leaves have no gradient yet, of those that are expected to get one.
-    """
-
-    __slots__ = ("missing",)
-
-    missing: int
 
 
 class _Once:
