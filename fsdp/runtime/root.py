@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..schedule.order import ExecutionOrder
 from . import precision
 from .alike import Likeness
 from .buffers import BufferPool
+from .frames import caller_of_caller, engine_frame, is_running
 from .guard import check_not_overlapped
 from .lockstep import Lockstep
 from .offload import Away
@@ -33,8 +33,6 @@ from .unit import Unit
 from .usage import Usage, agree
 
 __all__ = ["Root"]
-
-_OF_HOOKS = (__name__, Unit.__module__)
 
 _REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}  # by whether the host runs the computation itself
 _SMALL_BYTES = (
@@ -218,7 +216,7 @@ class Root:
         self.recover()
         self._likeness.check()
         _refuse_transforms(entry)
-        self._entry_frame = _caller_of_caller()
+        self._entry_frame = caller_of_caller()
         self._owner = threading.get_ident()
         self.close_saves()
         if self.order_check.on:
@@ -408,7 +406,7 @@ class Root:
         self.backward_task = task
         self.differentiable = torch.is_grad_enabled()
         self._backward_done.clear()
-        self._backward_frame = _engine_frame()
+        self._backward_frame = engine_frame()
         self.has_compiled = _torch.has_compiled()
         _torch.queue_end_of_backward(self.end_backward)
         if self.uneven is not None:
@@ -428,7 +426,7 @@ class Root:
         frame = self._backward_frame
         if not self.backward_running or frame is None:
             return False
-        return _engine_frame() is not frame and not _is_running(frame)
+        return engine_frame() is not frame and not is_running(frame)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering what finished its forward before ``unit``."""
@@ -549,7 +547,7 @@ class Root:
         """
         if _torch.in_backward() or self._owner not in (None, threading.get_ident()):
             return  # it may well be running, just not here
-        interrupted = bool(self.stack) and not _is_running(self._entry_frame)
+        interrupted = bool(self.stack) and not is_running(self._entry_frame)
         if self.backward_running or interrupted:
             self.reset()
 
@@ -585,27 +583,3 @@ def _refuse_transforms(entry: Unit) -> None:
             ),
             unit=entry.name,
         )
-
-
-def _caller_of_caller() -> FrameType | None:
-    """The frame that called the function that called this function's caller; it runs as long as the forward does."""
-    frame = inspect.currentframe()
-    for _ in range(3):
-        frame = frame.f_back if frame is not None else None
-    return frame
-
-
-def _engine_frame() -> FrameType | None:
-    """The frame that called into autograd, from an autograd hook of ours; None on autograd's own threads."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"] in _OF_HOOKS:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is among the callers; a frame left by an exception, KeyboardInterrupt included, is not."""
-    current = inspect.currentframe()
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None

@@ -270,6 +270,56 @@ def test_gradients_that_come_several_times_are_not_taken_for_all_of_them(world_s
         torch.testing.assert_close(got, wanted)
 
 
+class Concealed(nn.Module):
+    """Keeps its loss where no hook is put, behind a unit with a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        out = self.out(checkpoint(self.inner, x, use_reentrant=True))
+        COLLECTED.append(out.square().sum())
+        return out.detach()
+
+
+def concealed():
+    torch.manual_seed(0)
+    return Concealed().double()
+
+
+def train_concealed(model, rank):
+    COLLECTED.clear()
+    for step in range(2):
+        model(rows(rank, step))
+        COLLECTED.pop().backward()
+
+
+def train_concealed_sharded(orig):
+    model = FSDP(
+        concealed(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        use_orig_params=orig,
+    )
+    train_concealed(model, model.rank)
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_that_begins_past_the_hooks_is_not_lost_to_one_inside_it(world_size, orig):
+    model = concealed()
+    for rank in range(world_size):
+        train_concealed(model, rank)
+    wanted = [param.grad / world_size for param in model.parameters()]
+
+    for got in run_ranks(train_concealed_sharded, world_size, orig):
+        torch.testing.assert_close(got, wanted)
+
+
 class Equilibrium(nn.Module):
     """A deep equilibrium layer: a hook on its output runs backwards through a graph of its own."""
 
