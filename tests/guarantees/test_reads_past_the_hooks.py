@@ -316,7 +316,7 @@ def test_a_backward_that_begins_past_the_hooks_is_not_lost_to_one_inside_it(worl
         train_concealed(model, rank)
     wanted = [param.grad / world_size for param in model.parameters()]
 
-    for got in run_ranks(train_concealed_sharded, world_size, orig):
+    for got in run_kept_ranks(train_concealed_sharded, world_size, orig):
         torch.testing.assert_close(got, wanted)
 
 
