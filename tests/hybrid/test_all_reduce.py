@@ -62,7 +62,8 @@ def overlapped(orig):
     blocks = [model._unit.root.units[index] for index in (3, 2, 1)]  # as the backward reaches them
     for number, unit in enumerate(blocks):
         own = Named(log, number)
-        unit.shard, unit.replicate = Logged(unit.shard, own), Logged(unit.replicate, own)
+        unit.shard = unit.step_shard = Logged(unit.shard, own)
+        unit.replicate = Logged(unit.replicate, own)
     model(batch(dist.get_rank())).square().sum().backward()
     for number in (0, 1):
         begun = log.index(f"start all_reduce {number}")
