@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,8 @@ def plan_load(held: Sequence[Held], view: OptimizerView, saved: SavedState) -> L
     Collective: none.  Tensors are only looked at, so they may be on the meta device.
 
     Raises:
-        CheckpointError: If a tensor has the wrong shape, a flat parameter would need several values of one name, or
-            groups do not match; names the parameter.
+        CheckpointError: If a tensor has the wrong shape, a flat parameter would need several values of one name (those
+            of parameters that were never stepped do not count), or groups do not match; names the parameter.
     """
     for item in held:
         if item.handle is not None and item.fqn not in view.wholes:
@@ -146,13 +146,27 @@ def _values_for(key: LocalKey, saved: SavedState) -> Mapping[str, Any]:
             for name, value in whole.items()
         }
     values: dict[str, Any] = {}
+    unstepped = {item for item, found in present if _is_unstepped(item, found, saved.counters)}
     for name in dict.fromkeys(name for _, found in present for name in found):
         given = [(item, found[name]) for item, found in present if name in found]
         if all(is_elementwise(item, name, value, saved.counters) for item, value in given):
             values[name] = _Tensors(name, given)
         else:
-            values[name] = _only_value(name, given)
+            stepped = [(item, value) for item, value in given if item not in unstepped]
+            values[name] = _only_value(name, stepped or given)
     return values
+
+
+def _is_unstepped(item: Held, found: Mapping[str, Any], counters: Collection[str]) -> bool:
+    """Whether a parameter has the state that its optimizer began with, as Adagrad's have from its constructor on.
+
+    Every step of a flat parameter counts for all that lies in it, so such a parameter joins with the counters of its
+    neighbours: what it has where it has always lain with them, and what it gets where it has no state at all.
+    """
+    step = found.get("step")
+    if not isinstance(step, int | float | torch.Tensor):
+        return False
+    return not is_elementwise(item, "step", step, counters) and bool(step == 0)
 
 
 def _only_value(name: str, given: Sequence[tuple[Held, Any]]) -> Any:
@@ -165,7 +179,8 @@ def _only_value(name: str, given: Sequence[tuple[Held, Any]]) -> Any:
                     f"optimizer state {name!r} differs between {item.fqn!r} ({first}) and {other.fqn!r} ({value}), "
                     "which lie in one flat parameter",
                     fqn=other.fqn,
-                    remedy="Load it into a model wrapped with use_orig_params=True.",
+                    remedy="Load it into a model wrapped with use_orig_params=True, or in which they lie in units of "
+                    "their own.",
                 ),
                 fqn=other.fqn,
             )

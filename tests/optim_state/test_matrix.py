@@ -37,6 +37,8 @@ def forms(draw):
 @example(Form(3, use_orig_params=True), Form(2), "adam-amsgrad")
 @example(Form(4, True, strategy="HYBRID_SHARD"), Form(3, wrapping="every"), "momentum")
 @example(Form(2), Form(4, True, strategy="HYBRID_SHARD"), "adamw-fused")
+@example(Form(2), Form(2), "asgd")
+@example(Form(2, True), Form(2, strategy="SHARD_GRAD_OP"), "adagrad")
 @given(forms(), forms(), st.sampled_from(list(OPTIMIZERS)))
 def test_resuming_in_any_other_form_equals_never_stopping(first, second, name):
     states = run_ranks(wrapped, first.world_size, first, name, 2)[0]

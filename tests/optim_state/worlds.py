@@ -72,6 +72,7 @@ class Smooth(torch.optim.Optimizer):
                 param.sub_(group["lr"] / state["count"] * torch.tanh(5 * state["momentum"]))
 
 
+# None decays: in a flat parameter what is unused decays too (see test_unused.py), and in the dense model it does not.
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
@@ -83,7 +84,7 @@ OPTIMIZERS = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True, momentum=0.5),
     "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
-    "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2, lambd=0),
     "smooth": Smooth,
 }
 
