@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.entry import gate_of
+from ..comm.topology import Axes
 from ..errors import CheckpointError, FsdpError
 from ..runtime.held import units_in
 from ..state.tensor_parallel import tensor_rank
@@ -43,14 +44,41 @@ class Ranks:
     def of(model: nn.Module, group: ProcessGroup | None) -> Ranks:
         """The ranks of ``group``; of the model's outermost unit if that has one axis; else all.  Collective: none."""
         if group is None and tensor_rank(units_in(model)) is None:
-            for wrapper in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
-                axes = wrapper._arguments.axes  # noqa: SLF001 of this package
+            for axes in _axes_in(model, root_only=True)[:1]:
                 if axes.shard is None or axes.replicate is None:
                     group = axes.whole
-                break
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         return Ranks(group, group.rank(), group.size()) if group is not None else Ranks(None)
+
+    def lacking(self, model: nn.Module, call: str) -> tuple[int, ...]:
+        """Ranks of the job that share or copy units of these ranks, and are not among them; the same everywhere.
+
+        Collective: every rank, unless they are all of the job; one small exchange.
+        """
+        if self.group is None or self.size == dist.get_world_size():
+            return ()
+        needed = {
+            rank
+            for axes in _axes_in(model)
+            for group in (axes.shard, axes.replicate)
+            if group is not None
+            for rank in dist.get_process_group_ranks(group)
+        }
+        present = set(dist.get_process_group_ranks(self.group))
+        return tuple(sorted(set().union(*self._told(call, needed)) - present))
+
+    def await_replicas(self, model: nn.Module, call: str) -> None:
+        """Wait until the other replicas have entered ``call`` too.
+
+        Collective: every rank of every replica, through the stores.
+
+        Raises:
+            ShardMismatchError: If some have not within ``FSDP_ENTRY_TIMEOUT`` seconds; names them.
+        """
+        for group in dict.fromkeys(axes.replicate for axes in _axes_in(model)):
+            if group is not None:
+                gate_of(group).enter(call)
 
     def in_background(self) -> Ranks:
         """The same ranks with a group of their own, for a thread.
@@ -92,18 +120,22 @@ class Ranks:
         Raises:
             CheckpointError: Saying which ranks have which problem, or that one has stopped.
         """
-        problems: list[Any] = [problem]
-        if self.group is not None and self.size > 1:
-            problems *= self.size
-            with _naming_a_stop(call):
-                dist.all_gather_object(problems, problem, group=self.group)
         who: dict[str, list[int]] = {}
-        for rank, text in enumerate(problems):
+        for rank, text in enumerate(self._told(call, problem)):
             who.setdefault(text, []).append(rank)
         who.pop("", None)
         if who:
             listed = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in who.items()]
             raise CheckpointError("; ".join(listed if self.size > 1 else who))
+
+    def _told(self, call: str, message: Any) -> list[Any]:
+        """What each rank tells the others.  Collective: every rank; one small exchange."""
+        told = [message]
+        if self.group is not None and self.size > 1:
+            told *= self.size
+            with _naming_a_stop(call):
+                dist.all_gather_object(told, message, group=self.group)
+        return told
 
     def enter(self, call: str) -> None:
         """Wait until every rank has entered ``call``.
@@ -139,6 +171,12 @@ class Ranks:
         if box[1] is not None:
             raise box[1]
         return box[0]
+
+
+def _axes_in(model: nn.Module, *, root_only: bool = False) -> list[Axes]:
+    """The process groups of each wrapper in ``model``, in ``modules()`` order."""
+    wrappers = FullyShardedDataParallel.fsdp_modules(model, root_only=root_only)
+    return [wrapper._arguments.axes for wrapper in wrappers]  # noqa: SLF001 of this package
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, describe
+from ..state.optim_view import KeyedByName
 from .contents import Pickled, Selection, collect, pickled_extra
 from .folder import Place
 from .parts import Part
@@ -48,7 +49,8 @@ def save(
     needed.  The folder appears when it is whole: a crash at any point leaves earlier checkpoints as they are and this
     one under ``<path>.incomplete``.  The state of every rank's random generators is saved too.
 
-    Collective: every rank of the model's process group, or of ``process_group``.
+    Collective: every rank of the model's process group, or of ``process_group``.  With an optimizer under hybrid
+    sharding every rank of all replicas, each with a group it is in.
 
     Args:
         path: The checkpoint's folder, on a file system that every rank sees.
@@ -61,7 +63,7 @@ def save(
         overwrite: Replace a checkpoint that is at ``path``; it stays until the new one is whole.
         trainable_only: Leave out frozen parameters and buffers; none of their bytes are touched.
         filter: Leave out names for which this is false; none of their bytes are touched.
-        process_group: Ranks that take part.
+        process_group: Ranks that take part, those of one replica, say.
 
     Returns:
         ``path``.
@@ -69,7 +71,8 @@ def save(
     Raises:
         CheckpointError: On every rank, naming the ranks that could not write and why; or if an earlier
             :func:`async_save` failed.
-        ConfigError: If ``keep_last`` is less than 1.
+        ConfigError: If ``keep_last`` is less than 1, or ``process_group`` lacks ranks that own optimizer states.
+        ShardMismatchError: If ranks do not make the call within ``FSDP_ENTRY_TIMEOUT`` seconds; names them.
 
     Example::
 
@@ -118,7 +121,8 @@ def async_save(
 
     Raises:
         CheckpointError: If an earlier :func:`async_save` failed.
-        ConfigError: If ``keep_last`` is less than 1.
+        ConfigError: See :func:`save`.
+        ShardMismatchError: See :func:`save`.
 
     Example::
 
@@ -199,10 +203,33 @@ def _taken(
 
     Raises:
         CheckpointError: If any rank could not get its part; what is wrong with ``extra`` comes first.
+        ConfigError: If ranks that own optimizer states do not take part.
     """
     ranks.enter("checkpoint.save")
+    if optimizer is not None:
+        _see_owners(model, optimizer, ranks)
     pickled = ranks.attempt("checkpoint.save", lambda: pickled_extra(extra, ranks.rank))
     return pickled | collect(model, optimizer, ranks, selection, staging)
+
+
+def _see_owners(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """See that the optimizer's state is all here, and that who has to tell what state there is has come.
+
+    Collective: every rank, and every rank of the model where some of them do not take part.
+    """
+    lacking = ranks.lacking(model, "checkpoint.save")
+    if not lacking:
+        return
+    if isinstance(optimizer, KeyedByName) and optimizer.whole_names():
+        raise ConfigError(
+            describe(
+                f"process_group lacks ranks {', '.join(map(str, lacking))}, and the optimizer keeps the state of each "
+                "whole parameter on one rank of all the model's, so some of it would not be saved",
+                remedy="Save with every rank of the model: leave process_group out.",
+            ),
+            ranks=lacking,
+        )
+    ranks.await_replicas(model, "checkpoint.save")
 
 
 def _place(path: str | os.PathLike[str], keep_last: int | None, *, overwrite: bool) -> Place:
