@@ -299,7 +299,7 @@ class ExposedParams(ABC):
         if self.layout.world_size == 1:
             return [slot_view(shard, slot) for slot in self.layout.slots]
         parts = shard.split_with_sizes(self._split_sizes)
-        return [parts[pick] for pick in self._split_picks]
+        return list(map(parts.__getitem__, self._split_picks))
 
     # -- private ---------------------------------------------------------------------------------------------------
 

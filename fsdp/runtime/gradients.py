@@ -118,23 +118,19 @@ class Gradients:
     """Where the gradients of one unit are until they are reduced.
 
     Attributes:
+        kept: What ``no_sync`` backwards have left that is not reduced yet, and how it is marked.
         partial_sums: What backwards without all-reduce left: sums over the shard axis ``[shard_numel]``, and which
             parameters were used.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._kept: dict[FlatParamHandle, tuple[Collected, list[_Mark]]] = {}
+        self.kept: dict[FlatParamHandle, tuple[Collected, list[_Mark]]] = {}
         self.partial_sums: dict[FlatParamHandle, tuple[torch.Tensor, Sequence[bool]]] = {}
-
-    @property
-    def kept(self) -> bool:
-        """Whether ``no_sync`` backwards have left gradients that are not reduced yet."""
-        return bool(self._kept)
 
     def take(self, handle: FlatParamHandle) -> Collected:
         """All gradients of ``handle`` there are, off the leaves and out of what ``no_sync`` kept."""
-        kept = self._take_kept(handle) if self._kept else None
+        kept = self._take_kept(handle) if self.kept else None
         is_lone = len(handle.layout.slots) == 1
         if is_lone and kept is None and (whole := self._take_whole(handle)) is not None:
             return whole
@@ -149,7 +145,7 @@ class Gradients:
         unit, layout = self._unit, handle.layout
         avoids = not (unit.writes_to_whole or unit.root.differentiable or handle.has_tensor_shards)
         grads = [leaf.grad for leaf in handle.unsharded.leaves]
-        if not avoids or handle in self._kept or not _lie_as(layout, grads):
+        if not avoids or handle in self.kept or not _lie_as(layout, grads):
             return self.take(handle)
         for leaf in handle.unsharded.leaves:
             leaf.grad = None
@@ -229,7 +225,7 @@ class Gradients:
         marks = [
             _Mark.put_on(param, part) for param, part in zip(handle.exposed, local, strict=True)
         ]
-        self._kept[handle] = collected, marks
+        self.kept[handle] = collected, marks
 
     def reset(self) -> None:
         """Drop what a failed backward has left; what ``no_sync`` kept stays."""
@@ -262,9 +258,9 @@ class Gradients:
 
     def _take_kept(self, handle: FlatParamHandle) -> Collected | None:
         """What ``no_sync`` kept of ``handle``, without the parameters whose gradient the user has zeroed since."""
-        if handle not in self._kept:
+        if handle not in self.kept:
             return None
-        collected, marks = self._kept.pop(handle)
+        collected, marks = self.kept.pop(handle)
         dropped = [mark.take_off(param) for param, mark in zip(handle.exposed, marks, strict=True)]
         if handle.orig_mode:
             # A piece that is empty or zero shows nothing of a zero_(); users zero all parameters of a unit or none.

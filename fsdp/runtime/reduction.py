@@ -94,7 +94,12 @@ def publish(handle: FlatParamHandle, shard: torch.Tensor, used: Sequence[bool]) 
 
 
 class Reduction:
-    """The gradients of one unit, from its leaves to its shards, started when the last of them has arrived."""
+    """The gradients of one unit, from its leaves to its shards, started when the last of them has arrived.
+
+    Attributes:
+        unit: Whose.
+        at_once: Whether it may be waited on at once.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -103,6 +108,8 @@ class Reduction:
         self._reduced_over_shards = False
         self._averaged = False
         self._stays = unit.replicate.size > 1 and not unit.requires_all_reduce
+        # Nothing of it is on its way any more when it has been built.
+        self.at_once = self._direct is not None and unit.replicate.size == 1
         self._work = self._start()
 
     def wait(self) -> None:
@@ -123,11 +130,6 @@ class Reduction:
             remember_accumulating(self.unit)
         elif self.unit.on_gradients is not None:
             self.unit.on_gradients()
-
-    @property
-    def at_once(self) -> bool:
-        """Whether nothing of it is on its way any more, so that it may be waited on at once."""
-        return self._direct is not None and self.unit.replicate.size == 1
 
     def _give_buffers_back(self) -> None:
         for part in self._parts:

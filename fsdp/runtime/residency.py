@@ -309,11 +309,6 @@ class ResidentUnit(ABC):
         for handle in self.handles:
             handle.expose_leaf_tables()
 
-    @property
-    def _may_be_written(self) -> bool:
-        """Whether module code may have found the gathered parameters and written into them."""
-        return self.residency is UNSHARDED and (self._shows_leaves or self._pending.on)
-
     def _remember_values(self) -> None:
         """The module's own forward begins: copy what it is about to see, if this is one to look at."""
         left = self._left
@@ -336,7 +331,8 @@ class ResidentUnit(ABC):
 
     def _keep_silent_writes(self) -> None:
         """See Note [Silent writes] in ``flat.silent``."""
-        if self._may_be_written and not (self.is_compressed or self._captures):
+        shown = self.residency is UNSHARDED and (self._shows_leaves or self._pending.on)
+        if shown and not (self.is_compressed or self._captures):
             before = dict(zip(self._gathered, self._before or (), strict=False))
             for handle in self.handles:
                 known = self._writes_silently
@@ -347,7 +343,7 @@ class ResidentUnit(ABC):
         return capturing(torch.get_device_module(self.config.device))
 
     def _show_sharded(self) -> None:
-        if self._may_be_written:
+        if self.residency is UNSHARDED and (self._shows_leaves or self._pending.on):
             is_rounded = self.step_shard is not self.shard
             for handle in self._gathered:
                 if is_rounded and (handle.leaves_edited or handle.leaves_elsewhere):

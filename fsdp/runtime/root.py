@@ -526,11 +526,12 @@ class Root:
         groups: dict[tuple[int, int, int], list[Unit]] = {}
         for unit in self.units:
             asked = unit.config.orig_mode or self.lockstep.on
-            if asked and unit.trains and unit.sync_gradients and unit.world_size > 1:
+            trains = unit.trained_handles and unit.world_size > 1
+            if asked and trains and unit.sync_gradients:
                 groups.setdefault(unit.group_key, []).append(unit)
         with torch.no_grad():
             for members in groups.values():
-                handles = [h for unit in members for h in unit.handles if h.requires_grad]
+                handles = [handle for unit in members for handle in unit.trained_handles]
                 agree(self.usage, handles, (members[0].shard, members[0].replicate))
         self.usage.clear()
 

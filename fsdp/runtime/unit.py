@@ -53,6 +53,7 @@ class Unit(ResidentUnit):
         world_size: Ranks whose gradients are averaged: those of both.
         tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
         gate: Where ranks meet before a collective call.
+        group_key: What identifies the ranks of the two axes: equal for units over the same groups.
         name: FQN of the module in the unwrapped model, ``""`` for the root.
         root: The runtime this unit belongs to; set by :class:`Root`.
         index: Place in ``root.units``.
@@ -91,6 +92,7 @@ class Unit(ResidentUnit):
         "buffer_masters",
         "dtype_rules",
         "gate",
+        "group_key",
         "on_gradients",
         "on_new_handles",
         "requires_all_reduce",
@@ -112,6 +114,7 @@ class Unit(ResidentUnit):
     ) -> None:
         super().__init__(module, handles, config, shard, replicate, modules)
         self.gate = gate
+        self.group_key = (id(gate), shard.size, replicate.size)
         _living.add(self)
         self.buffer_masters: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.dtype_rules = precision.DtypeRules()
@@ -299,7 +302,7 @@ class Unit(ResidentUnit):
         if recomputing:
             return True
         if hooked:
-            if self._gathers_in_backward:
+            if self.unshards_in_backward or self.root.lockstep.on:
                 self.root.order.finish(self.index)
             return not self.root.reshards_after_forward(self)
         return opaque and self.trains  # nothing will tell when whatever it holds is wanted
@@ -393,10 +396,6 @@ class Unit(ResidentUnit):
         for handle in self.handles:
             handle.unsharded.follow_leaves(read_again=wanted)
 
-    @property
-    def _gathers_in_backward(self) -> bool:
-        return self.unshards_in_backward or self.root.lockstep.on
-
     def _pre_backward(self, *_: Any, inside: bool = False) -> None:
         """A backward reaches an output of the unit, or something ``inside`` it.
 
@@ -416,7 +415,7 @@ class Unit(ResidentUnit):
             self.arrivals.arm()
         # What is gathered now has been looked at before (see `_check_unchanged`).
         stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)
-        if self.residency is SHARDED and self._gathers_in_backward:
+        if self.residency is SHARDED and (self.unshards_in_backward or root.lockstep.on):
             self.start_unshard()
         if self.config.backward_prefetch is _BACKWARD_PRE:
             root.prefetch_backward(self)
@@ -513,11 +512,6 @@ class Unit(ResidentUnit):
         return self.config.strategy is not ShardingStrategy.NO_SHARD
 
     @property
-    def group_key(self) -> tuple[int, int, int]:
-        """What identifies the ranks of the two axes: equal for units over the same groups."""
-        return id(self.gate), self.shard.size, self.replicate.size
-
-    @property
     def trains(self) -> bool:
         """Whether any parameter of the unit wants a gradient."""
         return self.arrivals.expected > 0
@@ -525,7 +519,7 @@ class Unit(ResidentUnit):
     @property
     def accumulating(self) -> bool:
         """Whether earlier backwards have left gradients that are not reduced over all ranks yet."""
-        return self.gradients.kept or bool(self.gradients.partial_sums)
+        return bool(self.gradients.kept or self.gradients.partial_sums)
 
     @property
     def owes_all_reduce(self) -> bool:
