@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -404,24 +404,17 @@ def device_generator(device: torch.device) -> torch.Generator:
 
 
 hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None] = attrgetter("_backward_hooks")
-"""What ``tensor.register_hook`` was called with, by number; None if it never was."""
+"""What ``tensor.register_hook`` was called with, by number, always in the same table; None if it never was."""
 
 _post_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 
-def more_grad_hooks_than(known: int, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether ``register_hook`` was called more than ``known`` times on ``tensors``, or the other at all; nearly free.
+def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a post-accumulate hook was registered on any of ``tensors``; nearly free.
 
     Why: gradients arrive on leaves, so autograd runs no hook of a sharded parameter.  Removable when hooks can be
     listed publicly.
     """
-    return sum(map(len, filter(None, map(hooks_of, tensors)))) > known or any(
-        map(_post_hooks, tensors)
-    )
-
-
-def any_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a post-accumulate hook was registered on any of ``tensors`` (see :func:`more_grad_hooks_than`)."""
     return any(map(_post_hooks, tensors))
 
 
@@ -431,7 +424,7 @@ def grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tens
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`more_grad_hooks_than`)."""
+    """What ``tensor.register_post_accumulate_grad_hook`` was called with (see :func:`any_post_accumulate_hooks`)."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 

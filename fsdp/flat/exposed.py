@@ -184,7 +184,9 @@ class ExposedParams(ABC):
 
     def expose_leaf_entries(self) -> None:
         """Show module code the leaves where no table is exchanged."""
-        self._leaf_writes.entries.make()
+        entries = self._leaf_writes.entries
+        if entries.some:
+            entries.make()
 
     def expose_leaf_tables(self) -> None:
         """Show module code the leaves where tables are exchanged."""
@@ -195,8 +197,9 @@ class ExposedParams(ABC):
 
         Without the ``tables`` only where none is exchanged.
         """
-        sharded = self._sharded
-        (sharded.writes if tables else sharded.entries).make()
+        writes = self._sharded.writes if tables else self._sharded.entries
+        if writes.some:
+            writes.make()
 
     @property
     def shows_full(self) -> bool:

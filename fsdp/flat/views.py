@@ -74,9 +74,12 @@ class Writes:
         writes: Where, under which name, what.
         removals: What else is taken away: where, under which name.
         recurrent: Modules among those written to that keep a list of their weights, which follows.
+
+    Attributes:
+        some: Whether there are any writes.
     """
 
-    __slots__ = ("_names", "_recurrent", "_removals", "_tables", "_values")
+    __slots__ = ("_names", "_recurrent", "_removals", "_tables", "_values", "some")
 
     def __init__(
         self,
@@ -90,15 +93,12 @@ class Writes:
         self._values = tuple([value for _, _, value in made])
         self._removals = tuple(removals)
         self._recurrent = recurrent
+        self.some = bool(made)
 
     def and_also(self, write: Write) -> Writes:
         """These and one more."""
         writes = zip(self._tables, self._names, self._values, strict=True)
         return Writes([*writes, write], self._removals, self._recurrent)
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._tables)
 
     def make(self) -> None:
         """Make them."""
@@ -173,7 +173,7 @@ class Sharded:
         if self.notice.given:
             self.notice.given = not self.registered.stand()
             return self.notice.given
-        return not self.untold.stand()
+        return self.untold.some and not self.untold.stand()
 
 
 class ShardedStandIn(torch.Tensor):

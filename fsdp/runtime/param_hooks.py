@@ -20,7 +20,7 @@ Note [Gradients past the leaves]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,8 @@ class ParamHooks:
         self._unit = weakref.ref(unit)
         self._handles: Sequence[FlatParamHandle] = ()
         self._watched: list[nn.Parameter] = []
+        self._hook_tables: list[Mapping[int, Any]] = []
+        self._hookless: list[nn.Parameter] = []
         self._looked = False
         self._bridges: dict[nn.Parameter, Any] = {}
         self._refusals: list[Any] = []
@@ -66,6 +68,10 @@ class ParamHooks:
         ]
         self._handles = handles
         self._watched = [param for handle in handles for param in handle.exposed]
+        tables = list(map(_torch.hooks_of, self._watched))
+        self._hook_tables = [table for table in tables if table is not None]
+        pairs = zip(self._watched, tables, strict=True)
+        self._hookless = [param for param, table in pairs if table is None]
         self._looked = False
 
     def look_again(self) -> None:
@@ -78,7 +84,12 @@ class ParamHooks:
         Raises:
             UsageError: If one would never run; names the parameter.
         """
-        if self._looked and not _torch.more_grad_hooks_than(len(self._refusals), self._watched):
+        if (
+            self._looked
+            and sum(map(len, self._hook_tables)) <= len(self._refusals)
+            and not any(map(_torch.hooks_of, self._hookless))
+            and not _torch.any_post_accumulate_hooks(self._watched)
+        ):
             return
         self._looked = True  # at those that flat mode has replaced, too, which had theirs before
         for handle in self._handles:

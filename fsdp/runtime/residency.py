@@ -311,9 +311,8 @@ class ResidentUnit(ABC):
 
     def _remember_values(self) -> None:
         """The module's own forward begins: copy what it is about to see, if this is one to look at."""
-        left = self._left
-        if left & (left + 1) or (left > 1 and not self.root.streams.host_synchronous):
-            return  # neither the first, second, fourth, eighth ...
+        if self._left > 1 and not self.root.streams.host_synchronous:
+            return
         is_new = not (self._writes_silently or self.is_compressed)
         if is_new and not self._active and not self._captures:
             self._before = [handle.unsharded.own.clone() for handle in self._gathered]

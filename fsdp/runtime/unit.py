@@ -198,7 +198,7 @@ class Unit(ResidentUnit):
             handle.unsharded.follow_leaves(read_again=self.unshards_in_backward)
         self._param_hooks.watch(self.handles, reduced=self.world_size > 1)
         self.unguard()
-        self.guards = tuple(handle.guards for handle in self.handles if handle.guards)
+        self.guards = tuple(handle.guards for handle in self.handles if handle.guards.some)
         self._plan_gather()
         self.averaging.follow(self.handles)
         self.trained_handles = [handle for handle in self.handles if handle.requires_grad]
@@ -246,7 +246,8 @@ class Unit(ResidentUnit):
             self.root.prefetch_forward(self)
             self.wait_unshard()
             self._follow_versions()
-            self._remember_values()
+            if not self._left & (self._left + 1):  # the first, second, fourth, eighth ...
+                self._remember_values()
             self._aliases = self._count_aliases()
         self._active += 1
         self._show_leaves()
