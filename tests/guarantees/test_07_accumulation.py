@@ -239,7 +239,7 @@ def sharded_sums(use_orig_params):
             kept = [
                 collected.buffer.flat.numel()
                 for wrapper in FSDP.fsdp_modules(model)
-                for collected, _ in wrapper._unit.gradients._kept.values()
+                for collected, _ in wrapper._unit.gradients.kept.values()
             ]
             grads = [p.grad.numel() for p in model.parameters() if p.grad is not None]
             held[letter, count] = sum(kept), sum(grads)
