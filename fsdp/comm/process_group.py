@@ -52,6 +52,9 @@ _TAG_OF_MEETINGS = _TAG_BASE - 2
 _AVERAGING = ("nccl", "fake", "loopback")  # the last two stand in for the first
 _KINDS = 3  # of lines through shared memory: gathers, reductions, all-reduces
 _SHORT = 64 << 10  # bytes that every rank may read of every other
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_OTHERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+_KNOWN = frozenset((*_FLOATS, *_OTHERS))  # dtypes that every backend moves as they are
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -115,7 +118,7 @@ class NativeCollectives:
 
     def _gather(self, gather: Gather) -> Work | None:
         own = gather.slices[self.rank]
-        return self._launch_gather(gather.whole, own, self._gather_options)
+        return self._launch_gather(_movable(gather.whole), _movable(own), self._gather_options)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
@@ -125,17 +128,17 @@ class NativeCollectives:
 
     def _reduce(self, reduce: Reduce) -> Work | None:
         options = self._mean_options if reduce.mean else self._sum_options
-        return self._launch_reduce(reduce.out, reduce.whole, options)
+        return self._launch_reduce(_summable(reduce.out), _summable(reduce.whole), options)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""
         launch = partial(_torch.all_reduce_on_current_stream, self._group)
-        launches = [partial(launch, tensor, _OPS[op]) for tensor in tensors]
+        launches = [partial(launch, _summable(tensor), _OPS[op]) for tensor in tensors]
         return launches[0]() or DONE if len(launches) == 1 else self._together(launches)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Work:
         """One ``broadcast`` a tensor."""
-        return _broadcast(self._group, tensors, source)
+        return _broadcast(self._group, [_movable(tensor) for tensor in tensors], source)
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Work:
         """One send and one receive a peer, in one launch even where there is but one of them.
@@ -165,6 +168,16 @@ class NativeCollectives:
         for launch in launches:
             launch()
         return _torch.end_coalescing(self._group, self._device) or DONE
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous ``tensor`` to be moved; as bytes, if a backend may not know its dtype (complex numbers, int16)."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` to be summed; complex numbers as pairs, as torch's own functions give them to backends."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class PointToPointCollectives:

@@ -312,11 +312,12 @@ def broadcast_states(
     Collective: every rank of both groups.
     """
     mine = [_local_part(tensor) for tensor in tensors]
-    plain = [_as_bytes_if_odd(tensor) for tensor in mine if tensor.numel()]
-    copies = [tensor.contiguous() for tensor in plain]
-    shard.broadcast(copies).wait()
-    replicate.broadcast(copies).wait()
-    for tensor, copy in zip(plain, copies, strict=True):
+    targets = [tensor for tensor in mine if tensor.numel()]
+    copies = [tensor.contiguous() for tensor in targets]
+    sent = [_as_bytes_if_odd(copy) for copy in copies]
+    shard.broadcast(sent).wait()
+    replicate.broadcast(sent).wait()
+    for tensor, copy in zip(targets, copies, strict=True):
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
 
@@ -327,14 +328,8 @@ def _local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_bytes_if_odd(tensor: torch.Tensor) -> torch.Tensor:
-    """Backends do not send every dtype (bool, uint16, ...); bytes they do."""
-    return (
-        tensor
-        if tensor.dtype.is_floating_point
-        else tensor.view(torch.uint8)
-        if tensor.dim()
-        else tensor
-    )
+    """Backends do not send every dtype (bool, uint16, complex numbers, ...); bytes they do."""
+    return tensor if tensor.dtype.is_floating_point else tensor.view(-1).view(torch.uint8)
 
 
 def compute_device(

@@ -336,7 +336,8 @@ class _NativeWire:
             work.wait()
 
     def _launch(self, launches: Sequence[Callable[[], Work]]) -> list[Work]:
-        if self._device.type != "cuda" or len(launches) <= 1:
+        """Start all in one launch, even where there is but one (see ``NativeCollectives.exchange``)."""
+        if self._device.type != "cuda" or not launches:
             return [launch() for launch in launches]
         _torch.start_coalescing(self._group, self._device)
         for launch in launches:

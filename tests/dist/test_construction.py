@@ -202,6 +202,33 @@ def test_modules_that_are_not_on_meta_keep_their_values():
     run_kept_ranks(partly_meta, 2)
 
 
+class OddBuffers(nn.Linear):
+    """Buffers of dtypes that backends do not send, with gaps, transposed, without dimensions."""
+
+    def __init__(self, rank):
+        super().__init__(3, 3)
+        count = 12 * rank + torch.arange(12).view(3, 4)
+        self.register_buffer("transposed", count.t())
+        self.register_buffer("every_second", count[:, ::2])
+        self.register_buffer("short", count.to(torch.int16).t())
+        self.register_buffer("complex", torch.complex(count.float(), -count.float()).t())
+        self.register_buffer("flags", count[0] > 1)
+        self.register_buffer("steps", torch.tensor(rank, dtype=torch.int16))
+
+
+def odd_buffers():
+    model = FSDP(OddBuffers(dist.get_rank()), sync_module_states=True)
+    for name, value in OddBuffers(0).named_buffers():
+        got = model.module.get_buffer(name)
+        assert torch.equal(got, value), name
+        assert got.dtype is value.dtype
+        assert got.stride() == value.stride()
+
+
+def test_buffers_of_any_dtype_and_strides_are_those_of_the_first_rank():
+    run_kept_ranks(odd_buffers, 2)
+
+
 def device():
     item = entry("mlp")
     model = wrap_entry(item, item.build(), device_id=torch.device("cpu"))

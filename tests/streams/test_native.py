@@ -8,6 +8,12 @@ import torch.distributed as dist
 
 from fsdp.comm.collectives import Gather, Reduce
 from fsdp.comm.process_group import NativeCollectives
+from fsdp.optim.exchange import _NativeWire
+
+KNOWN_TO_NCCL = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool,
+)  # fmt: skip
 
 
 class Group:
@@ -23,12 +29,21 @@ class Group:
         return 3
 
     def _allgather_base(self, output, own, options):
+        assert output.dtype is own.dtype in KNOWN_TO_NCCL
+        assert output.numel() == 3 * own.numel()
+        assert own.data_ptr() == output.data_ptr() + own.nbytes
         self.log.append(("gather", output.numel(), options.asyncOp))
 
     def _reduce_scatter_base(self, output, whole, options):
+        assert output.dtype is whole.dtype in KNOWN_TO_NCCL
         self.log.append(("reduce", whole.numel(), options.asyncOp, options.reduceOp))
 
+    def broadcast(self, tensors, options):
+        assert tensors[0].dtype in KNOWN_TO_NCCL
+        self.log.append(("broadcast", tensors[0].numel(), options.rootRank))
+
     def allreduce(self, tensors, options):
+        assert tensors[0].dtype in KNOWN_TO_NCCL
         self.log.append(("all-reduce", tensors[0].numel(), options.asyncOp))
 
     def send(self, tensors, peer, tag):
@@ -80,3 +95,36 @@ def test_a_lone_message_is_carried_like_several_and_after_everyone_has_met(on_gp
     group.log.clear()
     collectives.exchange([nothing] * 3, [nothing] * 3).wait()
     assert not group.log
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.complex64, torch.float8_e5m2])
+def test_what_nccl_has_no_name_for_is_moved_as_bytes(on_gpu, dtype):
+    group, collectives = on_gpu
+    whole = torch.empty(6, dtype=dtype)
+    collectives.all_gather([Gather(whole, whole.split(2))]).wait()
+    collectives.broadcast([whole.view(3, 2), whole[0]], source=2)
+    nbytes = dtype.itemsize
+    assert group.log == [
+        ("gather", 6 * nbytes, False),
+        ("broadcast", 6 * nbytes, 2),
+        ("broadcast", nbytes, 2),
+    ]
+
+
+def test_complex_numbers_are_summed_as_pairs(on_gpu):
+    group, collectives = on_gpu
+    whole, out = torch.empty(6, dtype=torch.complex64), torch.empty(2, dtype=torch.complex64)
+    collectives.reduce_scatter([Reduce(whole, whole.split(2), out)]).wait()
+    collectives.all_reduce([out]).wait()
+    assert group.log == [
+        ("reduce", 12, False, dist.ReduceOp.SUM),
+        ("all-reduce", 4, False),
+    ]
+
+
+def test_a_lone_state_tensor_is_sent_like_several(on_gpu, monkeypatch):
+    """Its receiver may get others from other ranks, in one launch (see ``NativeCollectives.exchange``)."""
+    group, _ = on_gpu
+    monkeypatch.setattr(_NativeWire, "_to_device", lambda _, tensor: tensor)
+    _NativeWire(group, torch.device("cuda")).send_to(0, [[], [torch.ones(2)], []]).wait()
+    assert group.log == ["[", ("send", 0), "]"]
