@@ -43,12 +43,14 @@ class Part:
         handle: Whose gradient it is.
         collected: This rank's unsharded gradient.
         out: ``[shard_numel]`` reduce dtype, receives the reduced shard.
+        grad: ``[shard_numel]``, the same in the dtype of published gradients; ``out`` itself where nothing differs.
         before: What earlier backwards left, summed over the shard axis only; None if nothing.
     """
 
     handle: FlatParamHandle
     collected: Collected | Lying
     out: torch.Tensor
+    grad: torch.Tensor
     before: torch.Tensor | None = None
 
     @property
@@ -174,11 +176,15 @@ class Reduction:
         else:
             dtype = unit.averaging.reduce_dtypes[handle]
             out = torch.empty(handle.layout.shard_numel, dtype=dtype, device=handle.device)
+        # Here, in the pool of compute, which frees it; communication hooks may give `out` other memory.
+        grad_dtype = unit.averaging.grad_dtype(handle)
+        is_other = out.dtype is not grad_dtype or unit.averaging.hook is not None
+        grad = torch.empty_like(out, dtype=grad_dtype) if is_other else out
         if handle not in unit.gradients.partial_sums:
-            return Part(handle, collected, out)
+            return Part(handle, collected, out, grad)
         before, used = unit.gradients.partial_sums.pop(handle)
         collected.used = [a or b for a, b in zip(collected.used, used, strict=True)]
-        return Part(handle, collected, out, before)
+        return Part(handle, collected, out, grad, before)
 
     def _launch(self) -> Work:
         unit = self.unit
@@ -238,15 +244,15 @@ class Reduction:
         for part in self._parts:
             if divisor != 1.0:
                 part.out.div_(divisor)
-            dtype = unit.averaging.grad_dtype(part.handle)
-            grad = part.out if part.out.dtype is dtype else part.out.to(dtype)
-            self._deliver(part, grad)
+            if part.grad is not part.out:
+                part.grad.copy_(part.out)
+            self._deliver(part)
 
-    def _deliver(self, part: Part, grad: torch.Tensor) -> None:
-        """Publish ``grad`` ``[shard_numel]``, the reduced gradient in its final dtype."""
+    def _deliver(self, part: Part) -> None:
+        """Publish the gradient of ``part``."""
         used = part.exposed_used
-        publish(part.handle, grad, used)
-        self.unit.root.usage.note(part.handle, grad, used)
+        publish(part.handle, part.grad, used)
+        self.unit.root.usage.note(part.handle, part.grad, used)
 
 
 def _direct_sums(unit: Unit) -> DirectSums | None:
@@ -280,11 +286,11 @@ class OffloadedReduction(Reduction):
             self._launch, self._finish, self._publish_arrived
         )
 
-    def _deliver(self, part: Part, grad: torch.Tensor) -> None:
+    def _deliver(self, part: Part) -> None:
         handle = part.handle
         assert isinstance(handle, OffloadedHandle)
-        on_host = handle.home.empty(grad.numel(), grad.dtype)
-        on_host.copy_(grad, non_blocking=True)
+        on_host = handle.home.empty(part.grad.numel(), part.grad.dtype)
+        on_host.copy_(part.grad, non_blocking=True)
         self._arriving.append((handle, on_host, part.exposed_used))
 
     def _publish_arrived(self) -> None:

@@ -152,6 +152,7 @@ class World:
     optimizer: torch.optim.Optimizer
     root: Root
     lanes: Lanes
+    wrap: Callable[[nn.Module], FSDP]
 
     def loss(self, seed: int = 0) -> torch.Tensor:
         """The loss of a batch."""
@@ -208,22 +209,27 @@ def world(
         if hybrid:
             fabric.links_of[0, 2] = {CPU: links[1]}  # replicas are on other nodes
             options["process_group"] = (dist.new_group([0, 1]), dist.new_group([0, 2]))
-        wrapped = FSDP(
-            Model() if model is None else model,
-            auto_wrap_policy=ModuleWrapPolicy(
-                {Block, Straight, Adapted, Edited, Table, nn.Embedding}
-            ),
-            use_orig_params=orig,
-            **options,
-        )
-        prepare(wrapped)
-        (root,) = {unit.root for unit in units_in(wrapped)}
-        root.streams = DeviceStreams(CPU, lanes)
+
+        def wrap(module: nn.Module) -> FSDP:
+            kinds = {Block, Straight, Adapted, Edited, Table, nn.Embedding}
+            policy = ModuleWrapPolicy(kinds)
+            made = FSDP(module, auto_wrap_policy=policy, use_orig_params=orig, **options)
+            prepare(made)
+            root_of(made).streams = DeviceStreams(CPU, lanes)
+            return made
+
+        wrapped = wrap(Model() if model is None else model)
         # Of the simplest kind: the step counts of others are read by the host.
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
         if in_backward:
             apply_optimizer_in_backward(wrapped, optimizer, max_norm=max_norm)
-        yield World(machine, wrapped, optimizer, root, lanes)
+        yield World(machine, wrapped, optimizer, root_of(wrapped), lanes, wrap)
+
+
+def root_of(model: FSDP) -> Root:
+    """What its units share."""
+    (root,) = {unit.root for unit in units_in(model)}
+    return root
 
 
 def train(w: World) -> None:
@@ -389,9 +395,7 @@ def forget_a_forward_of_another_stream(w: World) -> None:
 
 def beside_a_second_model(w: World) -> None:
     """Forwards and backwards of two models in turn, as of a student and a critic."""
-    other = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
-    (root,) = {unit.root for unit in units_in(other)}
-    root.streams = DeviceStreams(CPU, w.lanes)
+    other = w.wrap(Model())
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(7))
     for seed in range(3):
@@ -403,6 +407,22 @@ def beside_a_second_model(w: World) -> None:
         optimizer.step()
         optimizer.zero_grad()
         w.update()
+
+
+def beside_a_model_on_another_stream(w: World) -> None:
+    """Two models that compute on streams of their own share those of communication, and nothing else orders them."""
+    other = w.wrap(Model())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(7))
+    main, side = w.machine.current_stream(), w.machine.Stream()
+    side.wait_stream(main)
+    for seed in range(3):
+        w.step(seed)
+        with w.machine.stream(side):
+            other(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    main.wait_stream(side)
 
 
 def beside_code_on_the_same_streams(w: World) -> None:
@@ -450,6 +470,7 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
         evaluate_on_another_stream,
         forget_a_forward_of_another_stream,
         beside_a_second_model,
+        beside_a_model_on_another_stream,
         beside_code_on_the_same_streams,
         follow_others,
     )
@@ -506,5 +527,11 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "prepare": lambda model: model.register_comm_hook(
             LowPrecisionState(model.process_group), bf16_compress_hook
         )
+    },
+    "hooked sums": lambda: {
+        "mixed_precision": MixedPrecision(torch.bfloat16),
+        "prepare": lambda model: model.register_comm_hook(
+            LowPrecisionState(model.process_group), bf16_compress_hook
+        ),
     },
 }

@@ -17,6 +17,7 @@ from tests.streams.scenarios import (
     SCENARIOS,
     Alternating,
     accumulate,
+    beside_a_model_on_another_stream,
     fail_and_go_on,
     train,
     world,
@@ -74,6 +75,14 @@ def test_units_may_compute_on_several_streams(options, monkeypatch):
     ):
         train(w)
     assert not machine.races, "\n".join(map(str, machine.races))
+
+
+@pytest.mark.parametrize(
+    "options", ["bf16 sums", "low precision gradients", "hooked", "hooked sums", "compressed"]
+)
+def test_models_on_streams_of_their_own_are_under_options_that_make_gradients_anew(options):
+    races = watched(Machine(), beside_a_model_on_another_stream, **OPTIONS[options]())
+    assert not races, "\n".join(map(str, races))
 
 
 def test_a_step_in_the_backward_is_ordered_too():
