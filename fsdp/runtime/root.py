@@ -1,4 +1,15 @@
-"""The state that all units below one outermost unit share, and what happens around a whole forward or backward."""
+"""The state that all units below one outermost unit share, and what happens around a whole forward or backward.
+
+Note [Bursts]
+    Small units are gathered together and reduced together, each by collective calls of its own.  Between two units the
+    model's own work pushes ours out of the processor's caches, and one unit of 13 KiB after the other takes 20 to 40 us
+    more than all in a row (``docs/explanation/performance.md``).
+    A unit whose gradients have arrived is *due* until those that are due come to 256 KiB, or the backward ends, or
+    reaches the unit again.  Its parameters are free meanwhile and its gradients lie on the leaves; what a backward ends
+    with is short, and small messages travel no faster one by one.
+    Not on an accelerator: its reductions wait for the stream that is current when a unit's last gradient arrives, which
+    may be another one for each unit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +45,9 @@ from .usage import Usage, agree
 
 __all__ = ["Root"]
 
-_REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}  # by whether the host runs the computation itself
+# By whether the host runs the computation itself:
+_REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}
+_REDUCED_TOGETHER_BYTES = {True: 256 << 10, False: 0}  # (see Note [Bursts])
 _SMALL_BYTES = (
     4 << 20
 )  # what units may take together beyond the one that is always gathered or reduced ahead
@@ -93,6 +106,8 @@ class Root:
         "_abandoned",
         "_backward_done",
         "_backward_frame",
+        "_due",
+        "_due_bytes",
         "_entry_frame",
         "_forwards",
         "_in_flight",
@@ -148,6 +163,8 @@ class Root:
         self.open_saves: list[Callable[[], None]] = []
         self._in_flight: deque[Reduction] = deque()
         self._in_flight_bytes = 0
+        self._due: list[Unit] = []
+        self._due_bytes = 0
         self._abandoned: list[Reduction] = []
         self._backward_frame: FrameType | None = None
         self._backward_done: set[int] = set()
@@ -447,7 +464,16 @@ class Root:
         self._backward_done.add(unit.index)
         if self.lockstep.on:
             self.lockstep.reduce(unit, self._start_reduction)
-        else:
+            return
+        self._due.append(unit)
+        self._due_bytes += unit.unsharded_bytes
+        if self._due_bytes > _REDUCED_TOGETHER_BYTES[self.streams.host_synchronous]:
+            self.reduce_due()
+
+    def reduce_due(self) -> None:
+        """Start the reductions that wait for others (see Note [Bursts])."""
+        due, self._due, self._due_bytes = self._due, [], 0
+        for unit in due:
             self._start_reduction(unit)
 
     def _start_reduction(self, unit: Unit) -> None:
@@ -478,6 +504,7 @@ class Root:
         Units of which only some parameters got gradients, or none now but some inside an earlier ``no_sync``, are
         finished here, last unit first on every rank.
         """
+        self.reduce_due()  # what is looked at next is what these have left
         for unit in reversed(self.units):
             if unit.arrivals.armed or unit.accumulating:
                 owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
@@ -486,6 +513,7 @@ class Root:
                 unit.arrivals.disarm()
         if self.lockstep.on:
             self.lockstep.reduce_rest(self._start_reduction)
+        self.reduce_due()
         self._wait_for_reductions()
         self.pool.free_large()
         self._agree_on_use()
@@ -567,6 +595,7 @@ class Root:
         self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
         self._in_flight_bytes = 0
+        self._due, self._due_bytes = [], 0
         self.pool = BufferPool()
         self.backward_task = None
         for unit in self.units:

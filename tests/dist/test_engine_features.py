@@ -433,7 +433,7 @@ def test_parameters_gathered_without_grad_are_never_used_again():
 
 
 def gathers(small_bytes):
-    root._SMALL_BYTES = small_bytes
+    root._SMALL_BYTES = root._REDUCED_TOGETHER_BYTES[True] = small_bytes
     model = wrap(build())
     counts = []
     events = record(model)

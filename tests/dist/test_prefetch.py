@@ -12,10 +12,11 @@ from torch import nn
 from fsdp import BackwardPrefetch, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.recording import Recording
+from fsdp.runtime import root
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_kept_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 MODES = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -49,10 +50,11 @@ def test_no_way_of_prefetching_changes_a_gradient(name):
     run_kept_ranks(gradients, 2, name)
 
 
-def trace(backward, forward):
+def trace(backward, forward, reduced_together=0):
     """Launches of the third step, with the forward, backward and end of each block."""
     item = entry("mlp")
     model = wrap_entry(item, item.build(), backward_prefetch=backward, forward_prefetch=forward)
+    root._REDUCED_TOGETHER_BYTES[True] = reduced_together
     log: list[str] = []
 
     class Log(list):
@@ -81,7 +83,7 @@ def position(log, text, last=False):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
-    log = run_kept_ranks(trace, 2, mode, False)[0]
+    log = run_ranks(trace, 2, mode, False)[0]
     gather = position(log, "all_gather blocks.1", last=True)
     backward = position(log, "backward blocks.2")
     reduce = position(log, "reduce_scatter blocks.2")
@@ -97,10 +99,28 @@ def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
         assert reduce < gather, log
 
 
+@pytest.mark.parametrize("blocks_together", [1, 2, 3])
+def test_small_units_are_reduced_together_when_enough_are_due_or_the_backward_ends(blocks_together):
+    item = entry("mlp")
+    block = sum(p.numel() * p.element_size() for p in item.build().blocks[0].parameters())
+    count = len(item.build().blocks)
+    limit = block * blocks_together - 1
+    log = run_ranks(trace, 2, PRE, False, limit)[0]
+    reductions = [f"reduce_scatter blocks.{i}" for i in reversed(range(count))]
+    assert [line for line in log if line.startswith("reduce_scatter blocks")] == reductions
+    for number, line in enumerate(reductions):
+        last_of_burst = number - number % blocks_together + blocks_together - 1
+        begins = position(log, f"backward blocks.{max(0, count - 1 - last_of_burst)}")
+        assert log.index(line) > begins, log
+        after = count - 2 - last_of_burst
+        if after >= 0:
+            assert log.index(line) < position(log, f"backward blocks.{after}"), log
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_next_unit_is_gathered_while_the_current_one_computes(ahead):
     """On an accelerator the host runs ahead; on the CPU the gather is started early whether asked for or not."""
-    log = run_kept_ranks(trace, 2, PRE, ahead)[0]
+    log = run_ranks(trace, 2, PRE, ahead)[0]
     assert position(log, "all_gather blocks.1") < position(log, "forward blocks.0"), log
     assert log.count("all_gather blocks.0") == 2
 
