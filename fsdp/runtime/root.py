@@ -1,20 +1,8 @@
-"""The state that all units below one outermost unit share, and what happens around a whole forward or backward.
-
-Note [Bursts]
-    Small units are gathered together and reduced together, each by collective calls of its own.  Between two units the
-    model's own work pushes ours out of the processor's caches, and one unit of 13 KiB after the other takes 20 to 40 us
-    more than all in a row (``docs/explanation/performance.md``).
-    A unit whose gradients have arrived is *due* until those that are due come to 256 KiB, or the backward ends, or
-    reaches the unit again.  Its parameters are free meanwhile and its gradients lie on the leaves; what a backward ends
-    with is short, and small messages travel no faster one by one.
-    Not on an accelerator: its reductions wait for the stream that is current when a unit's last gradient arrives, which
-    may be another one for each unit.
-"""
+"""The state that all units below one outermost unit share, and what happens around a whole forward or backward."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Protocol
@@ -36,7 +24,7 @@ from .guard import check_not_overlapped
 from .lockstep import Lockstep
 from .offload import Away
 from .order_check import OrderCheck
-from .reduction import Reduction
+from .reduction_queue import ReductionQueue
 from .residency import GATHERING, SHARDED, ResidentUnit
 from .streams import Streams, streams_for
 from .tree import Tree
@@ -45,12 +33,7 @@ from .usage import Usage, agree
 
 __all__ = ["Root"]
 
-# By whether the host runs the computation itself:
-_REDUCTIONS_IN_FLIGHT = {True: 1, False: 2}
-_REDUCED_TOGETHER_BYTES = {True: 256 << 10, False: 0}  # (see Note [Bursts])
-_SMALL_BYTES = (
-    4 << 20
-)  # what units may take together beyond the one that is always gathered or reduced ahead
+_SMALL_BYTES = 4 << 20  # what may be gathered ahead together beyond the one that always is
 
 
 class Announcer(Protocol):
@@ -83,6 +66,7 @@ class Root:
         uneven: Tells ranks without data what comes, inside ``Join``.
         ranks_averaged: By how many ranks gradients are divided, if not by all.
         streams: Where communication runs.
+        reductions: Those that wait for others, and those under way.
         away: What ``offload()`` has moved to the host, until ``reload()``.
         pool: Buffers for gradients.
         stack: Units whose forward is running, outermost first.
@@ -103,15 +87,10 @@ class Root:
 
     __slots__ = (
         "__weakref__",
-        "_abandoned",
         "_backward_done",
         "_backward_frame",
-        "_due",
-        "_due_bytes",
         "_entry_frame",
         "_forwards",
-        "_in_flight",
-        "_in_flight_bytes",
         "_likeness",
         "_order_is_agreed",
         "_owner",
@@ -131,6 +110,7 @@ class Root:
         "pool",
         "ranks_averaged",
         "read_again",
+        "reductions",
         "stack",
         "started",
         "streams",
@@ -146,6 +126,7 @@ class Root:
         self.streams: Streams = streams_for(
             units[0].config.device, reads_host=any(unit.offloaded for unit in units)
         )
+        self.reductions = ReductionQueue()
         self.pool = BufferPool()
         self.usage = Usage()
         self.stack: list[Unit] = []
@@ -161,11 +142,6 @@ class Root:
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
-        self._in_flight: deque[Reduction] = deque()
-        self._in_flight_bytes = 0
-        self._due: list[Unit] = []
-        self._due_bytes = 0
-        self._abandoned: list[Reduction] = []
         self._backward_frame: FrameType | None = None
         self._backward_done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
@@ -463,40 +439,9 @@ class Root:
         """The gradients of ``unit`` have arrived: reduce them, now or when their turn comes."""
         self._backward_done.add(unit.index)
         if self.lockstep.on:
-            self.lockstep.reduce(unit, self._start_reduction)
-            return
-        self._due.append(unit)
-        self._due_bytes += unit.unsharded_bytes
-        if self._due_bytes > _REDUCED_TOGETHER_BYTES[self.streams.host_synchronous]:
-            self.reduce_due()
-
-    def reduce_due(self) -> None:
-        """Start the reductions that wait for others (see Note [Bursts])."""
-        due, self._due, self._due_bytes = self._due, [], 0
-        for unit in due:
-            self._start_reduction(unit)
-
-    def _start_reduction(self, unit: Unit) -> None:
-        """Reduce ``unit``'s gradients; wait for the oldest reduction first if too many are in flight."""
-        limit = _REDUCTIONS_IN_FLIGHT[self.streams.host_synchronous]
-        while (
-            len(self._in_flight) >= limit
-            and self._in_flight_bytes + unit.unsharded_bytes > _SMALL_BYTES
-        ):
-            if len(self._in_flight) == 1 and self._in_flight[0].advance():
-                break  # its sum over the replicas runs beside this one over the shard axis
-            self._wait_for_oldest()
-        reduction = unit.new_reduction(unit)
-        if reduction.at_once:
-            reduction.wait()
-            return
-        self._in_flight_bytes += unit.unsharded_bytes
-        self._in_flight.append(reduction)
-
-    def _wait_for_oldest(self) -> None:
-        oldest = self._in_flight.popleft()
-        self._in_flight_bytes -= oldest.unit.unsharded_bytes
-        oldest.wait()
+            self.lockstep.reduce(unit, self.reductions.start)
+        else:
+            self.reductions.add(unit)
 
     def end_backward(self) -> None:
         """Every gradient of a backward has arrived: reduce what is left, publish, free.
@@ -504,7 +449,7 @@ class Root:
         Units of which only some parameters got gradients, or none now but some inside an earlier ``no_sync``, are
         finished here, last unit first on every rank.
         """
-        self.reduce_due()  # what is looked at next is what these have left
+        self.reductions.start_due()  # what is looked at next is what these have left
         for unit in reversed(self.units):
             if unit.arrivals.armed or unit.accumulating:
                 owes = unit.gradients.kept or (unit.owes_all_reduce and not self.is_done(unit))
@@ -512,9 +457,8 @@ class Root:
                     unit.finish_backward()
                 unit.arrivals.disarm()
         if self.lockstep.on:
-            self.lockstep.reduce_rest(self._start_reduction)
-        self.reduce_due()
-        self._wait_for_reductions()
+            self.lockstep.reduce_rest(self.reductions.start)
+        self.reductions.finish()
         self.pool.free_large()
         self._agree_on_use()
         if not self.differentiable:
@@ -563,10 +507,6 @@ class Root:
                 agree(self.usage, handles, (members[0].shard, members[0].replicate))
         self.usage.clear()
 
-    def _wait_for_reductions(self) -> None:
-        while self._in_flight:
-            self._wait_for_oldest()
-
     # -- recovery --------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
@@ -589,13 +529,7 @@ class Root:
         self.usage.clear()
         self.in_full_precision = False
         self._backward_frame = None
-        for reduction in self._in_flight:
-            reduction.abandon()
-        # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
-        self._abandoned.extend(self._in_flight)
-        self._in_flight.clear()
-        self._in_flight_bytes = 0
-        self._due, self._due_bytes = [], 0
+        self.reductions.abandon()
         self.pool = BufferPool()
         self.backward_task = None
         for unit in self.units:

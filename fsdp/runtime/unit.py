@@ -414,7 +414,7 @@ class Unit(ResidentUnit):
         self._backward_task = task
         if not self.arrivals.armed:
             if root.is_done(self):
-                root.reduce_due()  # so that no gradient of an earlier use is taken for one of this
+                root.reductions.start_due()  # so that no gradient of an earlier use is taken for one of this
             self.arrivals.arm()
         # What is gathered now has been looked at before (see `_check_unchanged`).
         stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)

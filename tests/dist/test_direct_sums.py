@@ -209,7 +209,7 @@ def nothing_in_flight():
     stands = []
     for unit in root.units[1:]:
         unit.module.register_full_backward_pre_hook(
-            lambda *_: stands.append((len(root._in_flight), len(root.pool._taken)))
+            lambda *_: stands.append((len(root.reductions._in_flight), len(root.pool._taken)))
         )
     model(inputs(dist.get_rank(), 0)).backward()
     assert stands == [(0, 0), (0, 0)]

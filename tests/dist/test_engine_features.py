@@ -18,7 +18,7 @@ from fsdp.errors import (
     TrainingStateError,
     UsageError,
 )
-from fsdp.runtime import root
+from fsdp.runtime import reduction_queue, root
 from tests.support.ranks import run_kept_ranks, run_ranks
 from tests.support.scripts import (
     Block,
@@ -433,7 +433,8 @@ def test_parameters_gathered_without_grad_are_never_used_again():
 
 
 def gathers(small_bytes):
-    root._SMALL_BYTES = root._REDUCED_TOGETHER_BYTES[True] = small_bytes
+    root._SMALL_BYTES = reduction_queue._SMALL_BYTES = small_bytes
+    reduction_queue._BURST_BYTES[True] = small_bytes
     model = wrap(build())
     counts = []
     events = record(model)

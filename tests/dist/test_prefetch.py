@@ -12,7 +12,7 @@ from torch import nn
 from fsdp import BackwardPrefetch, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.recording import Recording
-from fsdp.runtime import root
+from fsdp.runtime import reduction_queue
 from tests.support.compare import GRADIENTS, assert_close
 from tests.support.models import MlpBlock, entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
@@ -54,7 +54,7 @@ def trace(backward, forward, reduced_together=0):
     """Launches of the third step, with the forward, backward and end of each block."""
     item = entry("mlp")
     model = wrap_entry(item, item.build(), backward_prefetch=backward, forward_prefetch=forward)
-    root._REDUCED_TOGETHER_BYTES[True] = reduced_together
+    reduction_queue._BURST_BYTES[True] = reduced_together
     log: list[str] = []
 
     class Log(list):

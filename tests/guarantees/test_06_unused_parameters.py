@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import ConfigError
-from fsdp.runtime import root
+from fsdp.runtime import reduction_queue, root
 from fsdp.wrap import CustomPolicy
 from tests.support.ranks import run_kept_ranks, run_ranks, run_ranks_outcomes
 from tests.support.scripts import (
@@ -327,7 +327,8 @@ class Halves(nn.Module):
 
 
 def partly(exposure, allow_unused, small_bytes=0):
-    root._SMALL_BYTES = small_bytes
+    root._SMALL_BYTES = reduction_queue._SMALL_BYTES = small_bytes
+    reduction_queue._BURST_BYTES[True] = small_bytes
 
     os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
     rank = dist.get_rank()

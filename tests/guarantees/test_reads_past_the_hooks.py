@@ -207,13 +207,13 @@ def residencies_when_reduced():
         auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.GRU}),
     )
     root, found = model._unit.root, []
-    start = type(root)._start_reduction
+    start = type(root.reductions).start
 
     def look(self, unit):
         found.append((unit.name, unit.residency.name))
         start(self, unit)
 
-    type(root)._start_reduction = look
+    type(root.reductions).start = look
     for _ in range(2):
         model(torch.ones(2, 3, 8) * model.rank)[0].sum().backward()
     return found

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import ShardingStrategy
 from fsdp.errors import UnsupportedError, UsageError
+from fsdp.runtime import reduction_queue, root
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
@@ -47,9 +48,8 @@ class Logged:
 
 
 def overlapped(orig):
-    from fsdp.runtime import root as runtime
-
-    runtime._SMALL_BYTES = 0  # as if the units were large
+    # As if the units were large:
+    root._SMALL_BYTES = reduction_queue._SMALL_BYTES = reduction_queue._BURST_BYTES[True] = 0
     model = wrap(
         build(),
         sharding_strategy=HYBRID,

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import ConfigError, UsageError
 from fsdp.optim import apply_optimizer_in_backward
-from fsdp.runtime import root
+from fsdp.runtime import reduction_queue
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, build, part, unmanaged, wrap
 from tests.support.ranks import run_kept_ranks, run_ranks
 
@@ -183,7 +183,8 @@ class Breaks(torch.autograd.Function):
 
 
 def after_a_failure():
-    root._SMALL_BYTES = 0  # small units too are reduced one after the other
+    reduction_queue._SMALL_BYTES = 0  # small units too are reduced one after the other
+    reduction_queue._BURST_BYTES[True] = 0
     model, _, applied, *_ = pair(Form(2, wrapping="every"))
     hook = model.module.aside.register_forward_hook(lambda m, i, out: Breaks.apply(out))
     with pytest.raises(RuntimeError, match="on purpose"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import fsdp.runtime.root
+import fsdp.runtime.reduction_queue
 import fsdp.runtime.streams
 from tests.streams.scenarios import (
     OPTIONS,
@@ -65,7 +65,9 @@ def test_they_are_under_every_option(options):
 @pytest.mark.parametrize("options", ["orig", "bf16 sums", "hybrid"])
 def test_units_may_compute_on_several_streams(options, monkeypatch):
     """Whatever stream waits for a reduction, the stream that fills its memory again does too."""
-    monkeypatch.setattr(fsdp.runtime.root, "_SMALL_BYTES", 0)  # reductions are waited for early
+    monkeypatch.setattr(
+        fsdp.runtime.reduction_queue, "_SMALL_BYTES", 0
+    )  # reductions are waited for early
     machine = Machine()
     model = Alternating(machine)
     with (
