@@ -315,10 +315,23 @@ def remove_hooks_of(module: nn.Module, owner: object) -> None:
         module._load_state_dict_post_hooks,
     ):
         for key, hook in list(table.items()):
-            function = getattr(hook, "hook", hook)  # torch wraps some hooks
-            function = getattr(function, "func", function)
-            if getattr(function, "__self__", None) is owner:
+            if _owner_of(hook) is owner:
                 del table[key]
+
+
+def owners_of_save_hooks(module: nn.Module) -> list[object]:
+    """The objects whose methods, bare or in a ``functools.partial``, run after ``module`` has saved.
+
+    Why: what several units hold of one module shows in the hooks on it alone.
+    """
+    owners = (_owner_of(hook) for hook in module._state_dict_hooks.values())
+    return [owner for owner in owners if owner is not None]
+
+
+def _owner_of(hook: object) -> object:
+    function = getattr(hook, "hook", hook)  # torch wraps some hooks
+    function = getattr(function, "func", function)
+    return getattr(function, "__self__", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from . import _torch
 from .assembly import start_root, wrap_child
+from .properties import wrappers_in
 from .state.pickled import SAVING, SavedUnit, restore_unit, saved_unit
 from .training import TrainingInterface
 
@@ -26,6 +27,8 @@ class CopiedWrapper(TrainingInterface):
         unit.reshard()
         unit.follow_user_changes()
         outermost = memo.setdefault(_COPYING, self) is self
+        if outermost:
+            self._let_hooks_be_found(memo)
         if SAVING in memo:
             return self._record(memo)
         module = self._copied_module(memo)
@@ -44,12 +47,8 @@ class CopiedWrapper(TrainingInterface):
 
     def _copied_module(self, memo: dict[Any, Any]) -> nn.Module:
         """A deepcopy of the wrapped module without anything of ours on it."""
-        unit = self._unit
-        stale = _Stale()
-        memo[id(unit)] = memo[id(self._state_hooks)] = stale
-        if unit.rule_casts is not None:
-            memo[id(unit.rule_casts)] = stale
-        for handle in unit.handles:
+        stale = memo[_STALE]
+        for handle in self._unit.handles:
             memo.update((id(stand_in), None) for stand_in in handle.stand_ins)
             memo[id(handle.flat_param)] = None
         module = copy.deepcopy(self._fsdp_wrapped_module, memo)
@@ -60,6 +59,16 @@ class CopiedWrapper(TrainingInterface):
         for name in self._forward_methods:
             del vars(module)[name]
         return module
+
+    def _let_hooks_be_found(self, memo: dict[Any, Any]) -> None:
+        """Put a stand-in for every unit inside, since a module may be in several and carry hooks of each."""
+        stale = memo[_STALE] = _Stale()
+        for wrapper in wrappers_in(self):
+            assert isinstance(wrapper, CopiedWrapper)
+            unit = wrapper._unit
+            memo[id(unit)] = memo[id(wrapper._state_hooks)] = stale
+            if unit.rule_casts is not None:
+                memo[id(unit.rule_casts)] = stale
 
     def _record(self, memo: dict[Any, Any]) -> SavedUnit:
         module = self._copied_module(memo)
@@ -126,7 +135,8 @@ def _tables_below(module: nn.Module) -> list[dict[str, Any]]:
 
 
 _COPYING = "fsdp: the outermost wrapper that is being copied"
+_STALE = "fsdp: what stands for its units and those inside"
 
 
 class _Stale:
-    """Stands for a unit while its modules are copied, so that the copies of its hooks can be found and removed."""
+    """Stands for units while their modules are copied, so that the copies of their hooks can be found and removed."""

@@ -21,6 +21,7 @@ from .alike import Likeness
 from .buffers import BufferPool
 from .frames import caller_of_caller, engine_frame, is_running
 from .guard import check_not_overlapped
+from .lenders import find_lenders
 from .lockstep import Lockstep
 from .offload import Away
 from .order_check import OrderCheck
@@ -235,6 +236,7 @@ class Root:
         """This is the first forward, or the modules may have changed."""
         if not _torch.in_backward():
             self.changed = self.tree.follow(before_first_forward=not self.started)
+            find_lenders(self.units)
         if not self.started:
             self._check_claimed()
             check_not_overlapped(self.units)

@@ -73,6 +73,7 @@ class Unit(ResidentUnit):
         guarded: Whether they are there.
         arrivals: Counts the gradients that arrive on the leaves.
         unclaimed: Parameters of its modules that no unit owns yet (see ``init.ties``).
+        lenders: Units around this one that own parameters of modules inside it.
         on_new_handles: Called when the unit has other handles than before.
         averaging: By what its gradients are divided.
         on_gradients: Called when reduced gradients of the unit are in place, in the current stream's order.
@@ -93,6 +94,7 @@ class Unit(ResidentUnit):
         "dtype_rules",
         "gate",
         "group_key",
+        "lenders",
         "on_gradients",
         "on_new_handles",
         "requires_all_reduce",
@@ -123,6 +125,7 @@ class Unit(ResidentUnit):
         self.requires_all_reduce = True
         self.unshards_in_backward = True
         self.unclaimed: tuple[ManagedParam, ...] = ()
+        self.lenders: tuple[Unit, ...] = ()
         self.on_new_handles: Callable[[], None] | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.averaging = Averaging(self)
@@ -237,6 +240,8 @@ class Unit(ResidentUnit):
         if recomputing:
             self.start_unshard()
             self.wait_unshard()
+            for lender in self.lenders:
+                lender.lend()
         else:
             if self.residency is SHARDED:
                 self.follow_user_changes()
@@ -251,6 +256,12 @@ class Unit(ResidentUnit):
             self._aliases = self._count_aliases()
         self._active += 1
         self._show_leaves()
+
+    def lend(self) -> None:
+        """Have the parameters ready for a unit inside that is run again (see ``runtime.lenders``)."""
+        self.start_unshard()
+        self.wait_unshard()
+        self._offer_leaves()
 
     @_torch.never_compiled
     def _post_forward(
@@ -426,8 +437,14 @@ class Unit(ResidentUnit):
             self.wait_unshard()
             if stayed:
                 self._follow_versions()
-            # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
-            self._offer_leaves()
+            self._offer_to_inside()
+
+    def _offer_to_inside(self) -> None:
+        """Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks."""
+        self._offer_leaves()
+        for lender in self.lenders:
+            if lender.unshards_in_backward:
+                lender.lend()
 
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""

@@ -28,7 +28,6 @@ from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
 from ..runtime.held import unit_of, units_in
-from ..runtime.spread import partial_units
 from ..runtime.unit import Unit
 from .elsewhere import completed, find_elsewhere
 from .loading import RECEIVED, check_loadable, local_misfit, misfit
@@ -177,7 +176,7 @@ class StateHooks:
     def _after_save(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        managed = set()
+        managed = self._names_of_others(module)
         for name in self._shown_flat_params(module):
             state_dict.pop(prefix + name, None)
         for entry in self._entries.get(module, ()):
@@ -189,9 +188,8 @@ class StateHooks:
         is_outermost = self._unit.root.open_saves[:1] == [self.close]
         if module is self._unit.module and is_outermost:
             self._complete(state_dict, prefix)
-        # Experts below are wanted by the first rank: the outermost unit sends them there.
-        is_due = is_outermost or not partial_units(self._unit.root.units)
-        if module is self._unit.module and is_due and not self._is_kept_here():
+        # At the end alone: outer units look at what they have tied in here, and the first rank wants experts.
+        if module is self._unit.module and is_outermost and not self._is_kept_here():
             for key in _below(state_dict, prefix):
                 del state_dict[key]
         self._depth -= 1
@@ -228,7 +226,7 @@ class StateHooks:
     def _after_save_unmanaged(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        self._save_unmanaged(module, state_dict, prefix, set())
+        self._save_unmanaged(module, state_dict, prefix, self._names_of_others(module))
 
     def _save_entry(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
         if self._type is StateDictType.FULL_STATE_DICT:
@@ -269,6 +267,16 @@ class StateHooks:
         for name in _torch.parameter_table(module):
             if name not in managed and prefix + name in state_dict:
                 self._keep(state_dict, prefix + name, copy=False)
+
+    def names_in(self, module: nn.Module) -> set[str]:
+        """What the unit manages of ``module``.  Collective: none."""
+        return {entry.name for entry in self._entries.get(module, ())}
+
+    def _names_of_others(self, module: nn.Module) -> set[str]:
+        """What another unit manages of a module inside this one: modules may be registered in several places."""
+        owners = _torch.owners_of_save_hooks(module)
+        others = (it for it in owners if isinstance(it, StateHooks) and it is not self)
+        return set().union(*(other.names_in(module) for other in others))
 
     def _make_whole(self, entry: _Entry, state_dict: dict[str, Any], key: str) -> None:
         """Gather a tensor-parallel parameter over its own ranks too, where one of them keeps it."""
