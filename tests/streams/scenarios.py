@@ -17,7 +17,12 @@ import fsdp.flat.parameter
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.comm.compression import Compression
-from fsdp.comm.hooks import LowPrecisionState, bf16_compress_hook
+from fsdp.comm.hooks import (
+    LowPrecisionState,
+    PowerSGDState,
+    bf16_compress_hook,
+    powersgd_hook,
+)
 from fsdp.optim.in_backward import apply_optimizer_in_backward
 from fsdp.runtime.held import units_in
 from fsdp.runtime.root import Root
@@ -215,7 +220,12 @@ def world(
             policy = ModuleWrapPolicy(kinds)
             made = FSDP(module, auto_wrap_policy=policy, use_orig_params=orig, **options)
             prepare(made)
-            root_of(made).streams = DeviceStreams(CPU, lanes)
+            root = root_of(made)
+            root.streams = DeviceStreams(CPU, lanes)
+            for unit in root.units:
+                unit._left = (
+                    2  # later forwards look for no silent writes, which makes the host wait
+                )
             return made
 
         wrapped = wrap(Model() if model is None else model)
@@ -498,6 +508,10 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "no_shard": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "bf16": lambda: {"mixed_precision": BF16},
     "bf16 sums": lambda: {"mixed_precision": MixedPrecision(torch.bfloat16)},
+    "replicated sums": lambda: {
+        "sharding_strategy": ShardingStrategy.NO_SHARD,
+        "mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16),
+    },
     "low precision gradients": lambda: {
         "mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
     },
@@ -518,6 +532,9 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
             Compression("int8", "int8", block_size=16, error_feedback=True, ranks_per_node=2)
         )
     },
+    "halves": lambda: {
+        "prepare": lambda model: model.compress_communication(Compression("bfloat16", "bfloat16"))
+    },
     "secondary": lambda: {
         "prepare": lambda model: model.compress_communication(
             Compression(None, None, ranks_per_node=2, secondary_shard=True)
@@ -526,6 +543,11 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "hooked": lambda: {
         "prepare": lambda model: model.register_comm_hook(
             LowPrecisionState(model.process_group), bf16_compress_hook
+        )
+    },
+    "powersgd": lambda: {
+        "prepare": lambda model: model.register_comm_hook(
+            PowerSGDState(model.process_group, rank=1), powersgd_hook
         )
     },
     "hooked sums": lambda: {

@@ -21,9 +21,13 @@ def captured_between_steps(w: World) -> None:
     with w.machine.stream(side):
         w.step(0)
         w.step(1)
+        w.loss(
+            2
+        )  # its backward never comes, here and in the graph: the next forward frees what it has gathered
     w.machine.current_stream().wait_stream(side)
     with w.machine.captured() as graph:
         w.step(2)
+        w.loss(3)
     w.machine.replay(graph)
     w.step(3)
     w.machine.replay(graph)

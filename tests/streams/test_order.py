@@ -19,6 +19,7 @@ from tests.streams.scenarios import (
     accumulate,
     beside_a_model_on_another_stream,
     fail_and_go_on,
+    follow_others,
     train,
     world,
 )
@@ -41,6 +42,8 @@ def watched(machine, scenario, **options):
     with world(machine, **options) as simulated, machine.watching():
         scenario(simulated)
     assert machine.operations > 100
+    # A host that waits orders what streams do not; ranks that follow others read what these have used.
+    assert scenario is follow_others or not machine.synchronisations
     return machine.races
 
 
@@ -62,7 +65,7 @@ def test_they_are_under_every_option(options):
     assert not races, "\n".join(map(str, races))
 
 
-@pytest.mark.parametrize("options", ["orig", "bf16 sums", "hybrid"])
+@pytest.mark.parametrize("options", ["orig", "bf16 sums", "hybrid", "replicated sums"])
 def test_units_may_compute_on_several_streams(options, monkeypatch):
     """Whatever stream waits for a reduction, the stream that fills its memory again does too."""
     monkeypatch.setattr(
@@ -80,7 +83,8 @@ def test_units_may_compute_on_several_streams(options, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", ["bf16 sums", "low precision gradients", "hooked", "hooked sums", "compressed"]
+    "options",
+    ["bf16 sums", "low precision gradients", "hooked", "hooked sums", "powersgd", "compressed"],
 )
 def test_models_on_streams_of_their_own_are_under_options_that_make_gradients_anew(options):
     races = watched(Machine(), beside_a_model_on_another_stream, **OPTIONS[options]())
