@@ -143,9 +143,8 @@ def _approximate_mean(state: PowerSGDState, memory: _Memory, grad: torch.Tensor)
     memory.missed -= mean
     # A step that overflowed is skipped, and must leave nothing behind.
     memory.missed.nan_to_num_(0.0, 0.0, 0.0)
-    memory.right.copy_(
-        right.nan_to_num_(0.0, 0.0, 0.0)
-    )  # where it was: a captured graph reads it there
+    # Where it was: a captured graph reads it there.
+    memory.right.copy_(right.nan_to_num_(0.0, 0.0, 0.0))
     return mean
 
 
