@@ -27,7 +27,7 @@ class CopiedWrapper(TrainingInterface):
         unit.reshard()
         unit.follow_user_changes()
         outermost = memo.setdefault(_COPYING, self) is self
-        if outermost:
+        if id(unit) not in memo:  # the outermost wrapper, or one that was taken out of the tree
             self._let_hooks_be_found(memo)
         if SAVING in memo:
             return self._record(memo)
@@ -62,7 +62,7 @@ class CopiedWrapper(TrainingInterface):
 
     def _let_hooks_be_found(self, memo: dict[Any, Any]) -> None:
         """Put a stand-in for every unit inside, since a module may be in several and carry hooks of each."""
-        stale = memo[_STALE] = _Stale()
+        stale = memo.setdefault(_STALE, _Stale())
         for wrapper in wrappers_in(self):
             assert isinstance(wrapper, CopiedWrapper)
             unit = wrapper._unit
@@ -135,7 +135,7 @@ def _tables_below(module: nn.Module) -> list[dict[str, Any]]:
 
 
 _COPYING = "fsdp: the outermost wrapper that is being copied"
-_STALE = "fsdp: what stands for its units and those inside"
+_STALE = "fsdp: what stands for units"
 
 
 class _Stale:
