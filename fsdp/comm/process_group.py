@@ -117,8 +117,10 @@ class NativeCollectives:
         return self._together([partial(self._gather, gather) for gather in gathers])
 
     def _gather(self, gather: Gather) -> Work | None:
-        own = gather.slices[self.rank]
-        return self._launch_gather(_movable(gather.whole), _movable(own), self._gather_options)
+        whole, own = gather.whole, gather.slices[self.rank]
+        if whole.dtype not in _KNOWN:
+            whole, own = _movable(whole), _movable(own)
+        return self._launch_gather(whole, own, self._gather_options)
 
     def reduce_scatter(self, reduces: Sequence[Reduce]) -> Work:
         """One ``reduce_scatter_tensor`` a flat gradient, coalesced into one launch."""
@@ -128,7 +130,10 @@ class NativeCollectives:
 
     def _reduce(self, reduce: Reduce) -> Work | None:
         options = self._mean_options if reduce.mean else self._sum_options
-        return self._launch_reduce(_summable(reduce.out), _summable(reduce.whole), options)
+        out, whole = reduce.out, reduce.whole
+        if out.is_complex():
+            out, whole = _summable(out), _summable(whole)
+        return self._launch_reduce(out, whole, options)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, op: str = "sum") -> Work:
         """One in-place ``all_reduce`` a tensor, coalesced into one launch."""

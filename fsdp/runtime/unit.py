@@ -437,14 +437,11 @@ class Unit(ResidentUnit):
             self.wait_unshard()
             if stayed:
                 self._follow_versions()
-            self._offer_to_inside()
-
-    def _offer_to_inside(self) -> None:
-        """Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks."""
-        self._offer_leaves()
-        for lender in self.lenders:
-            if lender.unshards_in_backward:
-                lender.lend()
+            # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
+            self._offer_leaves()
+            for lender in self.lenders:
+                if lender.unshards_in_backward:
+                    lender.lend()
 
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
