@@ -44,7 +44,7 @@ class ReductionQueue:
     def add(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``, now or with those that come next (see Note [Bursts])."""
         self._due.append(unit)
-        self._due_bytes += unit.unsharded_bytes
+        self._due_bytes += unit.gradient_bytes
         if self._due_bytes > _BURST_BYTES[unit.root.streams.host_synchronous]:
             self.start_due()
 
@@ -57,10 +57,7 @@ class ReductionQueue:
     def start(self, unit: Unit) -> None:
         """Reduce ``unit``'s gradients; wait for the oldest reduction first if too many are in flight."""
         limit = _IN_FLIGHT[unit.root.streams.host_synchronous]
-        while (
-            len(self._in_flight) >= limit
-            and self._in_flight_bytes + unit.unsharded_bytes > _SMALL_BYTES
-        ):
+        while len(self._in_flight) >= limit and self._in_flight_bytes + _held(unit) > _SMALL_BYTES:
             if len(self._in_flight) == 1 and self._in_flight[0].advance():
                 break  # its sum over the replicas runs beside this one over the shard axis
             self._wait_for_oldest()
@@ -68,7 +65,7 @@ class ReductionQueue:
         if reduction.at_once:
             reduction.wait()
             return
-        self._in_flight_bytes += unit.unsharded_bytes
+        self._in_flight_bytes += _held(unit)
         self._in_flight.append(reduction)
 
     def finish(self) -> None:
@@ -89,5 +86,11 @@ class ReductionQueue:
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight.popleft()
-        self._in_flight_bytes -= oldest.unit.unsharded_bytes
+        self._in_flight_bytes -= _held(oldest.unit)
         oldest.wait()
+
+
+def _held(unit: Unit) -> int:
+    """Bytes that are free when a reduction of ``unit`` has ended: none where its buffer stays as the gradient."""
+    stays = unit.shard.size == 1 and unit.on_gradients is None
+    return 0 if stays else unit.gradient_bytes

@@ -59,6 +59,7 @@ class Unit(ResidentUnit):
         index: Place in ``root.units``.
         residency: What is in memory.
         unsharded_bytes: Size of the gathered parameters.
+        gradient_bytes: Size of the unsharded gradients, in the dtypes they are reduced in.
         summoned: Whether the full original parameters are registered (``summon_full_params``).
         sync_gradients: False inside ``no_sync``.
         requires_all_reduce: Whether backwards sum gradients over the replicas, and not over the shard axis only.
@@ -93,6 +94,7 @@ class Unit(ResidentUnit):
         "buffer_masters",
         "dtype_rules",
         "gate",
+        "gradient_bytes",
         "group_key",
         "lenders",
         "on_gradients",
@@ -205,6 +207,10 @@ class Unit(ResidentUnit):
         self._plan_gather()
         self.averaging.follow(self.handles)
         self.trained_handles = [handle for handle in self.handles if handle.requires_grad]
+        dtypes = self.averaging.reduce_dtypes
+        self.gradient_bytes = sum(
+            handle.layout.padded_numel * dtypes[handle].itemsize for handle in self.trained_handles
+        )
         self._trained = [
             leaf
             for handle in self.handles

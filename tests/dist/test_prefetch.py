@@ -50,10 +50,16 @@ def test_no_way_of_prefetching_changes_a_gradient(name):
     run_kept_ranks(gradients, 2, name)
 
 
-def trace(backward, forward, reduced_together=0):
+def trace(backward, forward, reduced_together=0, strategy="FULL_SHARD"):
     """Launches of the third step, with the forward, backward and end of each block."""
     item = entry("mlp")
-    model = wrap_entry(item, item.build(), backward_prefetch=backward, forward_prefetch=forward)
+    model = wrap_entry(
+        item,
+        item.build(),
+        backward_prefetch=backward,
+        forward_prefetch=forward,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
     reduction_queue._BURST_BYTES[True] = reduced_together
     log: list[str] = []
 
@@ -66,6 +72,7 @@ def trace(backward, forward, reduced_together=0):
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
         unit.shard = unit.step_shard = Recording(unit.shard, unit.name, Log())
+        unit.replicate = Recording(unit.replicate, unit.name, Log())
     for index, block in enumerate(model.module.blocks):
         inner = block.module
         inner.up.register_forward_hook(lambda *_, i=index: log.append(f"forward blocks.{i}"))
@@ -97,6 +104,14 @@ def test_the_next_gather_of_the_backward_starts_where_the_mode_says(mode):
         assert backward < gather, log
     if mode is None:
         assert reduce < gather, log
+
+
+def test_gradients_of_parameters_that_are_whole_everywhere_are_reduced_in_the_backward_too():
+    log = run_ranks(trace, 2, PRE, False, 0, "NO_SHARD")[0]
+    for index in (1, 2):
+        reduced = position(log, f"all_reduce blocks.{index}")
+        assert position(log, f"backward blocks.{index}") < reduced, log
+        assert reduced < position(log, f"backward blocks.{index - 1}"), log
 
 
 @pytest.mark.parametrize("blocks_together", [1, 2, 3])

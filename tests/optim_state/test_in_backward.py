@@ -201,6 +201,28 @@ def test_a_failed_backward_is_forgotten():
     run_ranks(after_a_failure, 2)
 
 
+def reductions_at_once(form):
+    """The most reductions that hold gradients at a time, of so many units."""
+    reduction_queue._SMALL_BYTES = reduction_queue._BURST_BYTES[True] = 0
+    model = wrap(form)
+    apply_optimizer_in_backward(model, OPTIMIZERS["sgd"](model.parameters()))
+    queue, seen = model._unit.root.reductions, []
+    for wrapper in FSDP.fsdp_modules(model):
+        wrapper._fsdp_wrapped_module.register_full_backward_pre_hook(
+            lambda *_: seen.append(len(queue._due) + len(queue._in_flight))
+        )
+    loss_of(model, 0).backward()
+    return max(seen), len(seen)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_unit_waits_for_its_step_at_a_time(world_size, strategy):
+    form = Form(world_size, True, "every", strategy=strategy)
+    most, units = run_ranks(reductions_at_once, world_size, form)[0]
+    assert most == 1 < units - 1
+
+
 def refuses():
     model, optimizer, applied, *_ = pair(Form(2))
     with pytest.raises(UsageError, match="already applied"):
