@@ -430,8 +430,8 @@ class Unit(ResidentUnit):
             return
         self._backward_task = task
         if not self.arrivals.armed:
-            if root.is_done(self):
-                root.reductions.start_due()  # so that no gradient of an earlier use is taken for one of this
+            if root.is_done(self):  # no gradient of an earlier use shall be taken for one of this
+                root.reductions.start_due()
             self.arrivals.arm()
         # What is gathered now has been looked at before (see `_check_unchanged`).
         stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)
