@@ -14,7 +14,7 @@ from torch import nn
 from .. import _torch
 from ..errors import CheckpointError, name_some
 from ..names import clean_tensor_name
-from ..runtime.held import Held, held_params, units_in
+from ..runtime.held import Held, held_params, settle_assigned, units_in
 from ..state.elsewhere import Elsewhere, find_elsewhere
 from ..state.loading import RECEIVED
 from ..state.model import keys_in_order
@@ -210,7 +210,9 @@ def _read_model(source: Source, model: nn.Module) -> dict[str, Any]:
     """Read this rank's pieces into its shards; the values of what no unit manages are returned."""
     state: dict[str, Any] = {}
     done: set[str] = set()
-    for held in held_params(model, units_in(model)):
+    units = units_in(model)
+    settle_assigned(units)
+    for held in held_params(model, units):
         if held.handle is None:
             continue
         present = [

@@ -14,7 +14,7 @@ from .. import _torch
 from ..errors import CheckpointError, UsageError, describe, name_some
 from ..flat.layout import Slot, Span
 from ..names import clean_tensor_name, join_names
-from ..runtime.held import Held, held_params, units_in
+from ..runtime.held import Held, held_params, settle_assigned, units_in
 from ..runtime.unit import Unit
 from .safetensors import SafetensorsFile, open_all
 
@@ -81,6 +81,7 @@ def load_safetensors(
     except CheckpointError as error:
         problem = str(error)
     _agree(units, problem)
+    settle_assigned(units)
     for item in held:
         present = [rename(name) for name in (item.fqn, *item.aliases) if rename(name) in files]
         if present:

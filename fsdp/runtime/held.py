@@ -16,7 +16,7 @@ from ..flat.tensor_parallel import TensorShard
 from ..names import clean_tensor_name, join_names
 from .unit import Unit
 
-__all__ = ["Held", "held_params", "unit_of", "units_in"]
+__all__ = ["Held", "held_params", "settle_assigned", "unit_of", "units_in"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,6 +118,15 @@ def units_in(model: nn.Module) -> list[Unit]:
     """The units of ``model`` and of everything in it, in ``modules()`` order.  Collective: none."""
     found = (unit_of(module) for module in model.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def settle_assigned(units: Sequence[Unit]) -> None:
+    """Put what users have assigned to parameters into the shards now, so that what is loaded next comes over it.
+
+    Collective: none.
+    """
+    for unit in units:
+        unit.follow_user_changes()
 
 
 def held_params(model: nn.Module, units: Sequence[Unit]) -> list[Held]:

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import Slot
 from ..names import clean_tensor_name, flat_param_name, join_names
-from ..runtime.held import Held, held_params, units_in
+from ..runtime.held import Held, held_params, settle_assigned, units_in
 from ..runtime.spread import partial_units, tell_tree
 from ..runtime.unit import Unit
 from .elsewhere import Elsewhere, find_elsewhere
@@ -225,6 +225,7 @@ def receive_from_first(
     problem, described = _broadcast_object(axes, (problem, described))
     if problem:
         raise CheckpointError(f"on rank 0: {problem}")
+    settle_assigned(units)
     held = held_params(module, units)
     elsewhere = find_elsewhere(module, units, ())
     apart = _in_partial_units(held, elsewhere, described)

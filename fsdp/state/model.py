@@ -27,7 +27,7 @@ from ..flat.handle import FlatParamHandle
 from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime import precision
 from ..runtime.full_params import summon_unit
-from ..runtime.held import unit_of, units_in
+from ..runtime.held import settle_assigned, unit_of, units_in
 from ..runtime.unit import Unit
 from .elsewhere import completed, find_elsewhere
 from .loading import RECEIVED, check_loadable, local_misfit, misfit
@@ -356,10 +356,7 @@ class StateHooks:
         if self._unit.summoned:
             return
         self._unit.root.recover()
-        if module is self._unit.module and not prefix:
-            check_loadable(module, state_dict)  # a load that began here and not at the wrapper
-        if module is self._unit.module:
-            self._loading_local = self._load_local(state_dict, prefix, error_msgs)
+        self._begin_load(module, state_dict, prefix, error_msgs)
         for name in _torch.buffer_table(module):
             master = self._unit.buffer_masters.get((module, name))
             value = state_dict.get(prefix + name)
@@ -373,6 +370,18 @@ class StateHooks:
                 self._load_entry(entry, state_dict, key, missing_keys, error_msgs)
         for name, flat_param in self._shown_flat_params(module).items():
             state_dict[prefix + name] = flat_param  # which nn.Module then copies onto itself
+
+    def _begin_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+    ) -> None:
+        """What comes before the first module of the unit that is loaded."""
+        is_first = module is self._unit.module
+        if is_first and not prefix:
+            check_loadable(module, state_dict)  # a load that began here and not at the wrapper
+        if is_first or not prefix:
+            settle_assigned([self._unit])
+        if is_first:
+            self._loading_local = self._load_local(state_dict, prefix, error_msgs)
 
     def _shown_flat_params(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The flat parameters that ``module`` shows, by name: state dicts know nothing of them."""

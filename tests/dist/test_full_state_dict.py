@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision, ShardingStrategy
+from fsdp import MixedPrecision, ShardingStrategy, StateDictType, checkpoint
 from fsdp.errors import CheckpointError
 from tests.support.compare import assert_bitwise
 from tests.support.models import ENTRIES, entry
 from tests.support.oracles import wrap_entry
 from tests.support.ranks import run_kept_ranks
+from tests.support.scripts import build, wrap
 
 EXPOSURES = (False, True)
 
@@ -278,3 +280,44 @@ def hooks():
 
 def test_state_dict_hooks_of_users_see_whole_tensors():
     run_kept_ranks(hooks, 2)
+
+
+def of_kind(model, kind, call):
+    with FSDP.state_dict_type(model, kind):
+        return call()
+
+
+def set_before_loading(strategy, folder):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = dict(build().state_dict())
+    for orig in EXPOSURES:
+        options = {"use_orig_params": orig, "sharding_strategy": ShardingStrategy[strategy]}
+        model = wrap(build(), **options)
+        path = f"{folder}/{world_size}-{orig}"
+        checkpoint.save(path, model)
+        ways = [
+            lambda m: m.load_state_dict(whole if rank == 0 else {}, broadcast_from_rank0=True),
+            functools.partial(checkpoint.load, path),
+        ]
+        for kind in StateDictType:
+            saved = of_kind(model, kind, lambda m=model: copy.deepcopy(m.state_dict()))
+            ways.append(lambda m, k=kind, s=saved: of_kind(m, k, lambda: m.load_state_dict(s)))
+        for load in ways:
+            for param in model.parameters():
+                if orig:
+                    param.data = torch.zeros_like(param)
+                else:
+                    param.detach().zero_()
+            load(model)
+            assert_bitwise(whole, dict(model.state_dict()))
+        if orig:
+            inner = model.module.blocks[1].module.up
+            inner.weight.data = torch.zeros_like(inner.weight)
+            inner.load_state_dict({"weight": torch.ones(15, 7), "bias": torch.ones(15)})
+            assert model.state_dict()["blocks.1.up.weight"].eq(1).all()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_loaded_comes_over_values_that_were_set_before(world_size, strategy, tmp_path):
+    run_kept_ranks(set_before_loading, world_size, strategy, str(tmp_path))
