@@ -37,7 +37,9 @@ class ReductionQueue:
     def __init__(self) -> None:
         self._due: list[Unit] = []
         self._due_bytes = 0
-        self._in_flight: deque[Reduction] = deque()
+        self._in_flight: deque[tuple[Reduction, int]] = (
+            deque()
+        )  # and the bytes that its end lets go
         self._in_flight_bytes = 0
         self._abandoned: list[Reduction] = []
 
@@ -57,16 +59,19 @@ class ReductionQueue:
     def start(self, unit: Unit) -> None:
         """Reduce ``unit``'s gradients; wait for the oldest reduction first if too many are in flight."""
         limit = _IN_FLIGHT[unit.root.streams.host_synchronous]
-        while len(self._in_flight) >= limit and self._in_flight_bytes + _held(unit) > _SMALL_BYTES:
-            if len(self._in_flight) == 1 and self._in_flight[0].advance():
+        # Where the buffer stays as the gradient, and is not stepped at once, nothing is let go.
+        stays = unit.shard.size == 1 and unit.on_gradients is None
+        nbytes = 0 if stays else unit.gradient_bytes
+        while len(self._in_flight) >= limit and self._in_flight_bytes + nbytes > _SMALL_BYTES:
+            if len(self._in_flight) == 1 and self._in_flight[0][0].advance():
                 break  # its sum over the replicas runs beside this one over the shard axis
             self._wait_for_oldest()
         reduction = unit.new_reduction(unit)
         if reduction.at_once:
             reduction.wait()
             return
-        self._in_flight_bytes += _held(unit)
-        self._in_flight.append(reduction)
+        self._in_flight_bytes += nbytes
+        self._in_flight.append((reduction, nbytes))
 
     def finish(self) -> None:
         """Start what is due, and wait for everything."""
@@ -77,20 +82,14 @@ class ReductionQueue:
     def abandon(self) -> None:
         """A step has failed half way.  Collective: none; other ranks go on without this one's parts."""
         self._due, self._due_bytes = [], 0
-        for reduction in self._in_flight:
+        for reduction, _ in self._in_flight:
             reduction.abandon()
-        # Peers may still read from the buffers of what is in flight, so they are kept, not freed.
-        self._abandoned.extend(self._in_flight)
+            # Peers may still read from its buffers, so they are kept, not freed.
+            self._abandoned.append(reduction)
         self._in_flight.clear()
         self._in_flight_bytes = 0
 
     def _wait_for_oldest(self) -> None:
-        oldest = self._in_flight.popleft()
-        self._in_flight_bytes -= _held(oldest.unit)
+        oldest, nbytes = self._in_flight.popleft()
+        self._in_flight_bytes -= nbytes
         oldest.wait()
-
-
-def _held(unit: Unit) -> int:
-    """Bytes that are free when a reduction of ``unit`` has ended: none where its buffer stays as the gradient."""
-    stays = unit.shard.size == 1 and unit.on_gradients is None
-    return 0 if stays else unit.gradient_bytes

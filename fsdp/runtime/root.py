@@ -78,6 +78,7 @@ class Root:
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
         in_full_precision: Whether the running forward computes in the shards' own dtype.
+        done: Indices of the units whose gradients the running backward has reduced, or is about to (they are due).
         differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
             parameters again, so they stay until another backward or forward.
         read_again: Units that such a backward has reached since the last forward with gradients began: the graph that
@@ -88,7 +89,6 @@ class Root:
 
     __slots__ = (
         "__weakref__",
-        "_backward_done",
         "_backward_frame",
         "_entry_frame",
         "_forwards",
@@ -100,6 +100,7 @@ class Root:
         "backward_task",
         "changed",
         "differentiable",
+        "done",
         "entered_with_grad",
         "guard",
         "has_compiled",
@@ -144,7 +145,7 @@ class Root:
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
         self._backward_frame: FrameType | None = None
-        self._backward_done: set[int] = set()
+        self.done: set[int] = set()
         self._sequence = units[0].gate.new_sequence()
         self._order_is_agreed = False
         self._likeness = Likeness()
@@ -400,7 +401,7 @@ class Root:
         """The first unit of the backward ``task`` is reached."""
         self.backward_task = task
         self.differentiable = torch.is_grad_enabled()
-        self._backward_done.clear()
+        self.done.clear()
         self._backward_frame = engine_frame()
         self.has_compiled = _torch.has_compiled()
         _torch.queue_end_of_backward(self.end_backward)
@@ -429,17 +430,17 @@ class Root:
         if index is None or self.units[index].residency is not SHARDED:
             return
         for ahead in self._burst(unit, self.order.before):
-            if ahead.index in self._backward_done:
+            if ahead.index in self.done:
                 return
             ahead.start_unshard()
 
     def is_done(self, unit: ResidentUnit) -> bool:
-        """Whether the running backward has reduced the gradients of ``unit``."""
-        return unit.index in self._backward_done
+        """Whether the gradients of ``unit`` have arrived in the running backward, all it was known to bring."""
+        return unit.index in self.done
 
     def reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` have arrived: reduce them, now or when their turn comes."""
-        self._backward_done.add(unit.index)
+        self.done.add(unit.index)
         if self.lockstep.on:
             self.lockstep.reduce(unit, self.reductions.start)
         else:

@@ -430,9 +430,7 @@ class Unit(ResidentUnit):
             return
         self._backward_task = task
         if not self.arrivals.armed:
-            if root.is_done(self):  # no gradient of an earlier use shall be taken for one of this
-                root.reductions.start_due()
-            self.arrivals.arm()
+            self._await_gradients()
         # What is gathered now has been looked at before (see `_check_unchanged`).
         stayed = self.residency is UNSHARDED or len(self._gathered) < len(self.handles)
         if self.residency is SHARDED and (self.unshards_in_backward or root.lockstep.on):
@@ -443,11 +441,20 @@ class Unit(ResidentUnit):
             self.wait_unshard()
             if stayed:
                 self._follow_versions()
-            # Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks.
-            self._offer_leaves()
-            for lender in self.lenders:
-                if lender.unshards_in_backward:
-                    lender.lend()
+            self._offer_to_inside()
+
+    def _offer_to_inside(self) -> None:
+        """Checkpointed layers inside the unit run their forwards again now, below the unit's own hooks."""
+        self._offer_leaves()
+        for lender in self.lenders:
+            if lender.unshards_in_backward:
+                lender.lend()
+
+    def _await_gradients(self) -> None:
+        """Count those that come; none of an earlier use in this backward shall be taken for one of them."""
+        if self.index in self.root.done:
+            self.root.reductions.start_due()
+        self.arrivals.arm()
 
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
