@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -235,18 +235,6 @@ def foreach_norm(
 def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each tensor by a one-element tensor in place (see :data:`foreach_copy`)."""
     torch._foreach_mul_(tensors, factor)
-
-
-def profiling() -> bool:
-    """Whether a profiler is recording, so that ranges cost nothing otherwise.  Removable when public."""
-    return torch.autograd._profiler_enabled()
-
-
-def named_parameters_of(
-    module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """``nn.Module.named_parameters`` without a subclass's override of it."""
-    return nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
 
 
 def registered_children(tree: Any) -> list[Any] | None:

@@ -283,13 +283,6 @@ class FlatParamHandle(ExposedParams):
         # The shard is ``flat_param.data`` too, which would be a new tensor each time.
         self.unsharded.incoming.own.copy_(self.flat_param._local_shard)  # noqa: SLF001
 
-    def full_precision(self) -> torch.Tensor:
-        """A new ``[padded_numel]`` tensor in the original dtype whose own slice holds this rank's shard."""
-        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        owned = self.layout.owned(self.rank)
-        full[owned.start : owned.stop].copy_(self.shard)
-        return full
-
     def keep_own_slice(self, full: torch.Tensor) -> None:
         """Write this rank's part of ``full`` ``[padded_numel]`` back into the shard."""
         owned = self.layout.owned(self.rank)

@@ -70,6 +70,7 @@ class Root:
         reductions: Those that wait for others, and those under way.
         away: What ``offload()`` has moved to the host, until ``reload()``.
         pool: Buffers for gradients.
+        usage: Which parameters the running backward has used on this rank.
         stack: Units whose forward is running, outermost first.
         backward_task: The backward that has reached one of the units and not ended yet; None if there is none.
         started: Whether any forward has run.

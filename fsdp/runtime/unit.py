@@ -47,8 +47,11 @@ class Unit(ResidentUnit):
         modules: It and the modules below it that belong to no other unit.
         handles: One a (dtype, requires_grad) among the parameters; may be empty.
         trained_handles: Those with any parameter that wants a gradient.
+        config: What the unit was asked to be.
+        gradients: Where its gradients are until they are reduced.
         shard: Collectives of the ranks that share the flat parameters; exact.
         step_shard: The same for the gathers and reductions of a step: what they send may be compressed.
+        compression: How, and the nodes that it looks at, if it is.
         replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
         world_size: Ranks whose gradients are averaged: those of both.
         tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
@@ -69,6 +72,7 @@ class Unit(ResidentUnit):
         rule_casts: The hooks around them.
         offloaded: Whether the shards rest on the host.
         new_reduction: Makes the reduction of the unit's gradients.
+        reducing: What errors of a reduction call it.
         in_full_precision: Whether leaves are in the shards' dtype now (``full_precision_in_eval``).
         guards: Writes that put stand-ins into modules' dictionaries, in front of users' parameters; mostly none.
         guarded: Whether they are there.
