@@ -15,7 +15,16 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tools.bench import __main__ as command_line
-from tools.bench import cuda, host_overhead, memory, memory_minimum, scaling, slow_link, step_time
+from tools.bench import (
+    checkpoint,
+    cuda,
+    host_overhead,
+    memory,
+    memory_minimum,
+    scaling,
+    slow_link,
+    step_time,
+)
 from tools.bench.contenders import CONTENDERS, PLAIN, Runner, Setting, build_all, build_runner
 from tools.bench.models import GPT, Block, Shape
 from tools.bench.registry import BENCHMARKS
@@ -320,26 +329,52 @@ def test_over_a_slow_link_every_contender_also_trains_alone() -> None:
         assert samples.keys() == {*names, *(f"{name} alone" for name in names)}
 
 
-def _save_checkpoints(folder: str) -> dict[str, int]:
+def _save_checkpoints(folder: str) -> tuple[dict[str, int], dict[str, list[float]]]:
     shape, setting = Shape(1, dim=16, heads=2, vocabulary=32), memory.CASES["small"].setting
-    sizes = {}
+    sizes, losses = {}, {}
     for name in CONTENDERS:
         runner = build_runner(name, GPT(shape), setting, shape.tokens(0))
         runner.forward_backward()
         runner.optimizer_step()
-        memory.save(name, runner, Path(folder, name))
+        checkpoint.save(name, runner, Path(folder, name))
         dist.barrier()
         sizes[name] = sum(path.stat().st_size for path in Path(folder, name).iterdir())
-    return sizes
+        losses[name] = []
+        for _ in range(2):
+            for _ in range(2):
+                losses[name].append(float(runner.forward_backward()))
+                runner.optimizer_step()
+            checkpoint.load(name, runner, Path(folder, name))
+    return sizes, losses
 
 
-def test_every_contender_saves_its_parameters_and_both_moments(tmp_path: Path) -> None:
+def test_every_contender_saves_and_loads_its_parameters_and_both_moments(tmp_path: Path) -> None:
     parameters = GPT(Shape(1, dim=16, heads=2, vocabulary=32)).parameters()
     least = 3 * 4 * sum(parameter.numel() for parameter in parameters)
 
-    for sizes in run_ranks(_save_checkpoints, 2, str(tmp_path), timeout=100):
-        assert sizes.keys() == CONTENDERS.keys()
+    for sizes, losses in run_ranks(_save_checkpoints, 2, str(tmp_path), timeout=100):
+        assert sizes.keys() == losses.keys() == CONTENDERS.keys()
         assert {name for name, size in sizes.items() if size < least} == set()
+        for first, second, again, and_second in losses.values():
+            assert first != second
+            assert (again, and_second) == (first, second)
+
+
+def _time_checkpoints(folder: str) -> dict[str, Any]:
+    shape = vars(Shape(1, dim=16, heads=2, vocabulary=32))
+    return checkpoint.measure(shape=shape, rounds=2, seed=0, folder=folder)
+
+
+def test_a_checkpoints_saves_and_loads_are_timed_by_turns(tmp_path: Path) -> None:
+    for result in run_ranks(_time_checkpoints, 2, str(tmp_path), timeout=100):
+        assert result["failures"] == {}
+        assert result["seconds"].keys() == result["bytes"].keys() == set(checkpoint.SHARDED)
+        for phases in result["seconds"].values():
+            assert [len(times) for times in phases.values()] == [2, 2]
+            assert all(seconds > 0 for times in phases.values() for seconds in times)
+    assert not list(tmp_path.iterdir())
+    table = checkpoint.table("t", result["seconds"], result["bytes"])
+    assert len(table.columns) == len(table.rows[0]) == 8
 
 
 def _build_with_a_broken_builder(*, broken_rank: int) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from . import world
-from .contenders import CONTENDERS, Builder, Runner, Setting, build_runner
+from .checkpoint import save
+from .contenders import CONTENDERS, Builder, Setting, build_runner
 from .memory_minimum import Minimum, minimum
 from .models import GPT, Block, Shape
 from .report import Report, Table
@@ -192,25 +192,6 @@ def measure(*, name: str, case: str, seed: int, folder: str) -> dict[str, int]:
     rest = read_status("VmRSS") - before
     _, saving = peak(lambda: save(name, runner, Path(folder, "checkpoint")))
     return dict(zip(PHASES, (construction, first, later, rest, saving), strict=True))
-
-
-def save(name: str, runner: Runner, folder: Path) -> None:
-    """Save model and optimizer in shards, as the contender's documentation does.
-
-    Collective: call on all ranks.
-    """
-    if name.startswith("ours"):
-        from fsdp import checkpoint
-
-        checkpoint.save(folder, runner.model, runner.optimizer)
-        return
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what it uses itself
-        model, optimizer = get_state_dict(runner.model, runner.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
 
 def read_status(field: str) -> int:

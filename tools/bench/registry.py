@@ -55,6 +55,7 @@ BENCHMARKS = {
             "slow_link", "training step over links of 1, 2 and 5 Gbit/s, 2 hosts on one machine"
         ),
         Benchmark("memory", "peak resident memory of construction and step, 2 gloo ranks"),
+        Benchmark("checkpoint", "time of saving and loading in shards, 2 gloo ranks"),
         Benchmark("scaling", "host time per unit against units, parameters and world size"),
         Benchmark("cuda", "step time and memory of a Llama-like stack on one GPU, fake group"),
         Benchmark(
