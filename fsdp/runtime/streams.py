@@ -38,9 +38,9 @@ Note [Stream order]
     work meanwhile; the optimizer's writes need no order with the next gather, because the host made them before it
     launched that.
 
-    Gathered storages are allocated and freed in the gather stream's pool only and reduce buffers in the compute
-    stream's only, so no tensor needs ``record_stream``, and memory comes back in program order.  The second row also
-    bounds gathers in flight on the device, without blocking the host.
+    Gathered storages are allocated and freed in the gather stream's pool only, reduce buffers and gradients in the
+    compute stream's only, so no tensor needs ``record_stream``, and memory comes back in program order.  The second
+    row also bounds gathers in flight on the device, without blocking the host.
 
 Note [One set of streams]
     All models of a process share the streams of a device.  torch hands out 32 streams of a priority in turn, so with

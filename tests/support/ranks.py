@@ -358,8 +358,10 @@ def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
     # The server ignores the parent's sys.path (CPython 3.11) and must find this package; its threads are set for
-    # good when torch is imported.
+    # good when torch is imported.  Whoever asks there whether there is a GPU must not open it, which no process that
+    # is forked from it could do again.
     wanted = {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
