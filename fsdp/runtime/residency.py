@@ -415,6 +415,8 @@ class ResidentUnit(ABC):
 
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
+        if self.root.lockstep.on and not self._graphs:
+            return  # gathered for other ranks
         for handle in self._gathered:
             if handle.changed_since_forward():
                 raise UsageError(

@@ -509,15 +509,15 @@ class Unit(ResidentUnit):
         root = self.root
         if root.backward_task is None:
             root.begin_backward(_torch.backward_task())
+        was_reached = self.arrivals.armed  # or what earlier backwards have left is reduced
         self.arrivals.disarm()
         self._backward_task = None
+        if was_reached and self._graphs and not _torch.keeps_graph():
+            self._graphs -= 1
         if self._reads_frozen or self._is_read_later():
-            self._awaits_inputs = (
-                True  # where no input wants a gradient, the end of the backward frees them
-            )
+            # Where no input wants a gradient, the end of the backward frees them.
+            self._awaits_inputs = self.residency is not SHARDED
         else:
-            if self._graphs and not _torch.keeps_graph():
-                self._graphs -= 1
             self.release()  # first, so that parameters and the buffer of their gradients are not held together
         if self.sync_gradients:
             root.reduce(self)

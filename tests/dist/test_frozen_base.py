@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
 from fsdp.runtime.held import units_in
 from fsdp.runtime.unit import Residency
 from fsdp.wrap import ModuleWrapPolicy
+from tests.support import scripts
 from tests.support.ranks import run_kept_ranks
 
 DIM = 6
@@ -91,3 +94,37 @@ def leaf_input(orig: bool) -> None:
 @pytest.mark.parametrize("orig", [False, True])
 def test_the_gradient_of_a_leaf_that_is_the_input_is_right_too(orig):
     run_kept_ranks(leaf_input, 2, orig)
+
+
+class Repeated(nn.Module):
+    """Runs its adapted layer as often as it is told, none at all included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.adapted = nn.Linear(5, DIM), Adapted()
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        x = self.inp(x)
+        for _ in range(times):
+            x = self.adapted(x)
+        return x
+
+
+def left_out_of_a_reduction(model: nn.Module, rank: int) -> None:
+    for step, (times, sync) in enumerate([(1, False), (0, True), (2, False), (2, True)]):
+        held = model.no_sync() if isinstance(model, FSDP) and not sync else nullcontext()
+        with held:
+            model(scripts.batch(rank, step), times).square().sum().backward()
+
+
+def reduced_unused() -> None:
+    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP:
+        options = {"sharding_strategy": strategy}
+        scripts.check_script(left_out_of_a_reduction, Repeated, {Adapted}, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_unit_that_is_reduced_by_a_backward_without_it_is_whole_for_all_uses_in_the_next(
+    world_size,
+):
+    run_kept_ranks(reduced_unused, world_size)

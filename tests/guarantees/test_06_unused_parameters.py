@@ -107,6 +107,26 @@ def test_any_rank_holds_for_interleaved_graphs_evaluation_and_accumulation(world
     run_kept_ranks(any_rank, world_size, two_graphs)
 
 
+def changed_since_others_used_them(model, rank):
+    """A rank gathers, for others, blocks that it has used before the last change of the parameters."""
+    run_routes(model, rank, [[0, 1, 2, 3]] * 3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+    out = model(batch(rank, 1), [[0, 1], [1, 2], [3]][rank])
+    with torch.no_grad():
+        model(batch(rank, 2), [[0], [], [2, 1]][rank])
+    out.square().sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_rank_takes_no_step_for_a_change_between_a_forward_and_its_backward(
+    world_size, strategy
+):
+    run_kept_ranks(any_rank, world_size, changed_since_others_used_them, sharding_strategy=strategy)
+
+
 def accumulating(routes, exposure):
     """no_sync micro-batches over different blocks on each rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
