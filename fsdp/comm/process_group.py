@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
+from ..errors import DeviceError, describe
 from .collectives import DONE, Collectives, Gather, InPieces, Pending, Reduce, Work, abandon
 from .direct import DirectSum
 from .loopback import Loopback
@@ -80,12 +81,24 @@ def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collect
 
 
 def _backend_device(group: ProcessGroup, device: torch.device) -> torch.device:
-    """``device`` if ``group`` has a backend for it, else the CPU, through which tensors are then staged."""
-    try:
-        _torch.group_backend(group, device)
-    except RuntimeError:
-        return torch.device("cpu")
-    return device
+    """``device`` if ``group`` has a backend for it, else the CPU, through which tensors are then staged.
+
+    Raises:
+        DeviceError: If it has none for either.
+    """
+    for candidate in (device, torch.device("cpu")):
+        try:
+            _torch.group_backend(group, candidate)
+        except RuntimeError:
+            continue
+        return candidate
+    raise DeviceError(
+        describe(
+            f"the process group can not communicate tensors on {device}",
+            remedy="Pass device_id (torch.cuda.current_device(), say) to the wrapper, or move the module to the "
+            "accelerator before it is wrapped.",
+        )
+    )
 
 
 class NativeCollectives:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
+from fsdp.errors import DeviceError
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
-from tests.support.ranks import run_kept_ranks
+from tests.support.ranks import run_kept_ranks, run_ranks
 
 EXPOSURES = (False, True)
 
@@ -103,3 +105,16 @@ def sub_world():
 
 def test_a_rank_outside_of_the_group_is_told_so():
     run_kept_ranks(sub_world, 2)
+
+
+def on_the_cpu_beside_a_group_of_accelerators():
+    plain = nn.Linear(3, 3)
+    with pytest.raises(DeviceError, match="tensors on cpu.*device_id"):
+        FSDP(plain)
+    assert not plain._forward_pre_hooks
+    assert plain(torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_a_module_on_the_cpu_is_refused_where_the_group_only_knows_accelerators():
+    """As NCCL is: ``init_process_group("nccl")`` and a module that nobody moved."""
+    run_ranks(on_the_cpu_beside_a_group_of_accelerators, 2, backend="cuda:gloo")
