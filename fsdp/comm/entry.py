@@ -120,8 +120,8 @@ class EntryGate:
         """
         self._enter(sequence, step, _differing_steps, patient=True)
 
-    def see_alike(self, sequence: str, built: Sequence[str]) -> None:
-        """Wait until every rank has come here, and see that all have ``built`` the same.
+    def see_alike(self, sequence: str, occasion: str, built: Sequence[str]) -> None:
+        """Wait until every rank has come here, on this ``occasion``, and see that all have ``built`` the same.
 
         Collective: every rank of the group.  Only checksums travel, unless they differ.
 
@@ -129,7 +129,7 @@ class EntryGate:
             ShardMismatchError: Naming the first thing that some rank has built otherwise, as each has built it.
         """
         digests = [f"{zlib.crc32(text.encode()):08x}" for text in built]
-        entry = _NOTE.join(["the first forward", *digests])
+        entry = _NOTE.join([occasion, *digests])
         place = self._meet(f"{sequence}.alike", entry, _first_unlike, patient=True)
         if place:
             mine = [*built, "nothing more"][min(int(place), len(built))]

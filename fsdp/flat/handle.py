@@ -378,16 +378,20 @@ class FlatParamHandle(ExposedParams):
             or list(map(_torch.requires_grad, watched)) != self._wanted_grads
         )
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self) -> bool:
         """Take over what the user changed, or say precisely why it cannot be.
 
         Data of the piece's shape (or, where it is unambiguous, of the original parameter's) is copied into the
         shard, and data of the flat parameter is the new shard; a new ``nn.Parameter`` takes the old one's place; a
         new dtype or device moves the whole shard.
 
+        Returns:
+            Whether the shard has another dtype now.
+
         Raises:
             UsageError: If a parameter is gone or has a shape that fits neither its piece nor the original.
         """
+        former = self.flat_param._local_shard.dtype  # noqa: SLF001 the reference's name
         if self.orig_mode and self.flat_param.data_ptr() != self._pointers[-1]:
             self._check_flat_shape()
             self._point_at_shard()
@@ -405,6 +409,7 @@ class FlatParamHandle(ExposedParams):
                 if value.data_ptr() != target.data_ptr():
                     target.copy_(value)
         self._build_anew()
+        return self.dtype != former
 
     def move_shard(self, shard: torch.Tensor) -> None:
         """Let ``shard`` ``[shard_numel]``, of the same values, be the shard; parameters keep their identity.

@@ -1,4 +1,4 @@
-"""Whether the ranks have built the same units, seen before they communicate for the first time.
+"""Whether the ranks have built the same units, seen before they communicate for the first time or in another dtype.
 
 Another number of elements, dtype, strategy or frozen parameter on one rank would have messages of other lengths or
 meanings meet, and the ranks would train on what happens to be in memory.
@@ -41,12 +41,31 @@ class Likeness:
         gate = unit.gate
         if gate not in self._seen:
             self._seen.add(gate)
-            built = [_description(other) for other in units if other.gate is gate]
-            try:
-                gate.see_alike(sequence, built)
-            except ShardMismatchError as error:
-                self._found = error
-                raise
+            compared = [other for other in units if other.gate is gate]
+            for other in compared:
+                other.seen_alike()
+            self._compare(gate, sequence, "the first forward", compared)
+
+    def see_recast(self, unit: Unit, sequence: str) -> None:
+        """Compare ``unit``, which this rank's user has given another dtype.
+
+        Collective: every rank of its group, whose users must have done the same.
+
+        Raises:
+            ShardMismatchError: If they have given it different dtypes, or some have not.
+        """
+        dtypes = ", ".join(str(handle.dtype) for handle in unit.handles)
+        change = f"the change of unit {unit.name or '<root>'!r} to {dtypes}"
+        self._compare(unit.gate, f"{sequence}.{unit.index}", change, [unit])
+
+    def _compare(
+        self, gate: EntryGate, sequence: str, occasion: str, units: Sequence[Unit]
+    ) -> None:
+        try:
+            gate.see_alike(sequence, occasion, [_description(unit) for unit in units])
+        except ShardMismatchError as error:
+            self._found = error
+            raise
 
 
 def _description(unit: Unit) -> str:

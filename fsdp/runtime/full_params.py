@@ -70,6 +70,7 @@ class _Summoned:
         self._show = show
         unit.reshard()
         unit.follow_user_changes()
+        unit.see_recast()
         self._fulls = gather_flat(unit, [handle.shard for handle in unit.handles], unit.handles)
         self._shown = self._fulls
         grads = self._gather_grads() if with_grads else {}

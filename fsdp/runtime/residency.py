@@ -108,6 +108,7 @@ class ResidentUnit(ABC):
         "_pending",
         "_readable",
         "_reads_frozen",
+        "_recast",
         "_shows_leaves",
         "_work",
         "_writes_silently",
@@ -176,6 +177,7 @@ class ResidentUnit(ABC):
         self._graphs = 0  # forwards whose graphs no backward is known to have used up; one too many costs time only
         self._before: list[torch.Tensor] | None = None
         self._writes_silently = False
+        self._recast = False
         self.tensor: Collectives = Loopback()
         self._choose_ways()
         self._exchange_tables()
@@ -231,6 +233,8 @@ class ResidentUnit(ABC):
         """
         if self.residency is SHARDED:
             root = self.root
+            if self._recast:
+                self.see_recast()
             if self.in_full_precision is not root.in_full_precision:
                 self._switch_precision()
             if root.lockstep.on:
@@ -400,9 +404,25 @@ class ResidentUnit(ABC):
             for handle in self.handles:
                 if handle.user_changed():
                     self.gradients.check_not_frozen(handle)
-                    handle.adopt_changes()
+                    self._recast |= handle.adopt_changes()
         self.root.streams.shards_written()
         self._prepare()
+
+    def see_recast(self) -> None:
+        """If users gave the unit another dtype: see, before anything is sent in it, that they did so on all ranks.
+
+        Collective: then, every rank of the unit.
+
+        Raises:
+            ShardMismatchError: If not; it says what each rank has, or waits for.
+        """
+        if self._recast:
+            self.root.see_recast(self)
+            self._recast = False
+
+    def seen_alike(self) -> None:
+        """Ranks have compared what they have.  Collective: none."""
+        self._recast = False
 
     def follow_new_hooks(self) -> None:
         """Users may have put hooks on whole parameters.  Collective: none."""

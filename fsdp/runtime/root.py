@@ -311,6 +311,10 @@ class Root:
             sequence = f"{self._sequence}.{self._forwards}"
             unit.gate.follow(sequence, f"unit {unit.name or '<root>'!r}")
 
+    def see_recast(self, unit: ResidentUnit) -> None:
+        """This rank's user has given ``unit`` another dtype; see :meth:`Likeness.see_recast`."""
+        self._likeness.see_recast(self.units[unit.index], self._sequence)
+
     def _reshard_all(self) -> None:
         for unit in self.units:
             if unit.residency is not SHARDED:

@@ -150,6 +150,8 @@ class StateHooks:
             )
         else:
             unit.follow_user_changes()
+            if self._type is StateDictType.SHARDED_STATE_DICT:
+                unit.see_recast()
         if self._type is StateDictType.SHARDED_STATE_DICT and self.stand_in is None:
             self._slices = self._cut_into_slices()
 

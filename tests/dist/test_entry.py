@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision, ShardingStrategy
+from fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp.comm.entry import EntryGate
 from fsdp.errors import ShardMismatchError
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scripts import batch, build, wrap
@@ -165,6 +167,100 @@ def built(case):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_built_different_models_are_told_before_they_communicate_each_time(case, world_size):
     run_ranks(built, world_size, case)
+
+
+RECASTS = {
+    "whole model": (lambda model: model.bfloat16(), "<root>", "bfloat16"),
+    "wrapped part": (lambda model: model.module.blocks[1].half(), "blocks.1", "float16"),
+    "part past its wrapper": (lambda model: model.module.blocks[2].module.half(), "blocks.2", "float16"),
+}
+USES = {
+    "forward": lambda model: model(batch(0)).sum().backward(),
+    "summon_full_params": lambda model: FSDP.summon_full_params(model).__enter__(),
+    "state_dict": lambda model: model.state_dict(),
+    "sharded state_dict": lambda model: sharded(model).state_dict(),
+}
+
+
+def sharded(model):
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return model
+
+
+def recast_alone(recast, use, orig, strategy):
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1" if "state_dict" in use else "0.4"
+    model = wrap(build(), use_orig_params=orig, sharding_strategy=strategy)
+    model(batch(0)).sum().backward()
+    change, unit, dtype = RECASTS[recast]
+    if dist.get_rank() == 1:
+        change(model)
+    told = f"rank 1 waits for every rank to come to the change of unit '{unit}' to torch.{dtype}"
+    with pytest.raises(ShardMismatchError, match=told):
+        USES[use](model)
+    if dist.get_rank() == 1:
+        with pytest.raises(ShardMismatchError, match=told):  # again, for who goes on
+            model(batch(0))
+
+
+@pytest.mark.parametrize(
+    ("recast", "use", "world_size", "orig", "strategy"),
+    [
+        ("whole model", "forward", 2, False, ShardingStrategy.FULL_SHARD),
+        ("whole model", "forward", 3, True, ShardingStrategy.FULL_SHARD),
+        ("whole model", "summon_full_params", 2, False, ShardingStrategy.FULL_SHARD),
+        ("whole model", "state_dict", 2, True, ShardingStrategy.FULL_SHARD),
+        ("whole model", "sharded state_dict", 2, False, ShardingStrategy.FULL_SHARD),
+        ("wrapped part", "forward", 2, True, ShardingStrategy.NO_SHARD),
+        ("part past its wrapper", "forward", 2, True, ShardingStrategy.FULL_SHARD),
+        ("part past its wrapper", "forward", 3, False, ShardingStrategy.FULL_SHARD),
+    ],
+)
+def test_another_dtype_on_one_rank_only_is_an_error_on_every_rank(recast, use, world_size, orig, strategy):
+    run_ranks(recast_alone, world_size, recast, use, orig, strategy)
+
+
+def recast_together(recast, orig):
+    model = wrap(build(), use_orig_params=orig)
+    model(batch(0)).sum().backward()
+    met = []
+    with pytest.MonkeyPatch.context() as patch:
+        see_alike = EntryGate.see_alike
+        patch.setattr(EntryGate, "see_alike", lambda *a: met.append(a[2]) or see_alike(*a))
+        if dist.get_rank() == 0:
+            copy.deepcopy(model)  # which takes changes over on this rank alone
+        change, *_ = RECASTS[recast]
+        change(model)
+        if dist.get_rank() == 0:
+            copy.deepcopy(model)
+        with FSDP.summon_full_params(model):
+            pass
+        assert len(met) == (4 if recast == "whole model" else 1)
+        model.double()
+        for _ in range(2):
+            model(batch(0).double()).sum().backward()
+        changed = [unit for unit in ("<root>", *(f"blocks.{i}" for i in range(3)))]
+        assert met[-4:] == [f"the change of unit '{unit}' to torch.float64" for unit in changed]
+        assert len(met) == (8 if recast == "whole model" else 5)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("recast", RECASTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_another_dtype_on_every_rank_is_seen_once_a_unit_and_followed(recast, world_size, orig):
+    run_ranks(recast_together, world_size, recast, orig)
+
+
+def recast_differently(orig):
+    model = wrap(build(), use_orig_params=orig)
+    model(batch(0)).sum().backward()
+    model.to([torch.float16, torch.bfloat16][dist.get_rank()])
+    with pytest.raises(ShardMismatchError, match=r"rank 0: .* torch\.float16.* rank 1: .* torch\.bfloat16"):
+        model(batch(0))
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_different_dtypes_on_different_ranks_are_named_at_once(orig):
+    run_ranks(recast_differently, 2, orig)
 
 
 def left_behind(how, orig):
