@@ -599,8 +599,11 @@ def hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
         tensor._backward_hooks[number] = their_hook  # type: ignore[index]
 
 
-READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""What ``DistributedDataParallel`` asks its module for before it communicates.
+def taken_by_ddp(module: nn.Module) -> Sequence[nn.Parameter]:
+    """What ``module``, a ``DistributedDataParallel`` that is being made, will send from rank 0 to all; else nothing.
 
-Why: its constructor sends rank 0's parameters to all, and asks nobody whether they are the same ones everywhere.
-"""
+    Why: its constructor asks nobody whether they are the same parameters everywhere.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return module._module_parameters
+    return ()

@@ -258,14 +258,7 @@ class FullyShardedDataParallel(
         except AttributeError:
             if name == FSDP_WRAPPED_MODULE:
                 raise
-            if name == _torch.READ_BY_DDP and self._unit.world_size > 1:
-                raise self._refuse_ddp() from None
             return getattr(self._fsdp_wrapped_module, name)
-
-    def _refuse_ddp(self) -> UsageError:
-        what = "DistributedDataParallel was put around a wrapper, whose shards it would overwrite with rank 0's"
-        remedy = "Leave it out: gradients are averaged already. For replicas use ShardingStrategy.HYBRID_SHARD."
-        return UsageError(describe(what, unit=self._unit.name, remedy=remedy), unit=self._unit.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are set on the wrapper; but not instead of a parameter or submodule of the wrapped module.

@@ -43,7 +43,7 @@ from torch.nn.modules.module import (
 from .. import _torch
 from ..errors import FsdpWarning, UsageError, describe, name_some
 from ..names import FSDP_WRAPPED_MODULE, join_names
-from .held import unit_of
+from .held import unit_of, units_in
 
 if TYPE_CHECKING:
     from .root import Root
@@ -236,10 +236,38 @@ def _forget(watched: set[int], tree: weakref.ref[Tree]) -> None:
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:  # noqa: ARG001 torch's signature
+    taken = _torch.taken_by_ddp(module)
+    if taken and isinstance(value, nn.Module):
+        _check_whole(value, taken)
     found = _trees.get(id(module))
     tree = None if found is None else found()
     if tree is not None:
         tree.mark()
+
+
+def _check_whole(model: nn.Module, taken: Sequence[nn.Parameter]) -> None:
+    """Refuse ``DistributedDataParallel`` around wrappers, before it communicates."""
+    managed = {
+        param: (unit, fqn)
+        for unit in units_in(model)
+        if unit.world_size > 1
+        for handle in unit.handles
+        for param, fqn in zip(handle.exposed, handle.fqns, strict=False)
+    }
+    found = next((managed[param] for param in taken if param in managed), None)
+    if found is not None:
+        unit, fqn = found
+        raise UsageError(
+            describe(
+                "DistributedDataParallel was put around a wrapper, whose shards it would overwrite with rank 0's",
+                unit=unit.name,
+                fqn=fqn,
+                remedy="Leave it out: gradients are averaged already. For replicas use ShardingStrategy.HYBRID_SHARD; "
+                "to average what is outside the wrapper, wrap the whole model.",
+            ),
+            unit=unit.name,
+            fqn=fqn,
+        )
 
 
 @functools.cache

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, TrainingStateError, UsageError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_kept_ranks
-from tests.support.scripts import Block, Net, batch
+from tests.support.scripts import Block, Net, assert_same_gradients, batch, dense_grads, full_grads
 
 
 def backward_in_summon(model, rank):
@@ -63,8 +66,17 @@ def ddp_around_it(model, rank):
         nn.parallel.DistributedDataParallel(model)
 
 
+def ddp_around_what_holds_it(model, rank):
+    if model.world_size == 1:
+        return
+    whole = nn.Sequential(model, nn.Linear(3, 2))
+    with pytest.raises(UsageError, match="DistributedDataParallel was put around a wrapper"):
+        nn.parallel.DistributedDataParallel(whole)
+
+
 MISUSES = (
     ddp_around_it,
+    ddp_around_what_holds_it,
     step_in_summon,
     backward_in_summon,
     backward_in_summon_of_an_inner_unit,
@@ -92,3 +104,31 @@ def misuse_and_go_on(orig):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_wrong_uses_are_refused_and_leave_the_model_as_it_was(world_size, orig):
     run_kept_ranks(misuse_and_go_on, world_size, orig)
+
+
+def ddp_beside_it(orig):
+    """Each averages its own: DistributedDataParallel the head, the wrapper what is below."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    dense = nn.Sequential(Net(), nn.Linear(3, 2))
+    wanted = dense_grads(dense, lambda model, of: model(batch(of)).square().sum().backward(), world)
+    model = copy.deepcopy(dense)
+    model[0] = FSDP(model[0], use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    managed = [
+        f"{name}.{param}"
+        for name, module in model[0].named_modules(prefix="0")
+        for param, _ in module.named_parameters(recurse=False)
+    ]
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, managed)
+    replicated = ddp(model)
+    replicated(batch(rank)).square().sum().backward()
+    torch.testing.assert_close(model[1].weight.grad, wanted["1.weight"])
+    of_net = {name[2:]: grad for name, grad in wanted.items() if name.startswith("0.")}
+    assert_same_gradients(of_net, full_grads(model[0]), none_is_zero=True)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ddp_that_is_told_to_leave_wrapped_parameters_alone_may_be_around_them(world_size, orig):
+    run_kept_ranks(ddp_beside_it, world_size, orig)
