@@ -6,7 +6,7 @@ Nothing outside this file may reach for an underscore name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -607,3 +607,10 @@ def taken_by_ddp(module: nn.Module) -> Sequence[nn.Parameter]:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return module._module_parameters
     return ()
+
+
+SET_BY_ITS_WRAPPERS = "_is_fsdp_managed_module"
+"""What torch's ``fully_shard`` and its ``FullyShardedDataParallel`` set on every module whose parameters they take.
+
+Why: they take those of a wrapper too, and gather pieces of different sizes, which ends the process.
+"""

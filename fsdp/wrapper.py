@@ -267,8 +267,11 @@ class FullyShardedDataParallel(
 
         Raises:
             UsageError: If ``value`` is a tensor or module and the wrapped module has a parameter or submodule of this
-                name, which it would go on using (``functional_call`` comes here).
+                name, which it would go on using (``functional_call`` comes here); or if torch's ``fully_shard`` says
+                that it has taken the wrapper's parameters.
         """
+        if name == _torch.SET_BY_ITS_WRAPPERS:
+            raise self._unit.refuse_torchs_wrapper()
         if isinstance(value, torch.Tensor | nn.Module):
             wrapped = _torch.child_table(self).get(FSDP_WRAPPED_MODULE)
             if wrapped is not None and (

@@ -15,6 +15,7 @@ from .lent import inside_functional_call
 from .parameter import FlatParameter, UnshardedStorage, set_grad
 from .sharing import ManagedParam
 from .tables import ALWAYS, NOTHING, Guard, Pending, ShardedTable
+from .tensor_parallel import is_distributed
 from .views import Exposure, Leaves, Sharded, ShardedStandIn, Writes, slot_view
 
 __all__ = ["ExposedParams"]
@@ -370,7 +371,9 @@ class ExposedParams(ABC):
         """The error for what can not take a parameter's place."""
         fqn = self._name_of(managed.fqn)
         what = f"a {type(current).__name__}"
-        if isinstance(current, nn.Parameter):
+        if is_distributed(current):
+            what = "a DTensor, as torch's fully_shard makes them"
+        elif isinstance(current, nn.Parameter):
             what = f"a parameter of shape {tuple(current.shape)}"
         elif isinstance(current, torch.Tensor):
             what = f"a plain tensor of shape {tuple(current.shape)}"

@@ -23,6 +23,7 @@ from .parameter import (
     make_flat_parameter,
 )
 from .sharing import ManagedParam
+from .tensor_parallel import is_distributed
 from .views import Leaves, ShardedStandIn, slot_view
 
 __all__ = ["FlatParamHandle"]
@@ -395,6 +396,7 @@ class FlatParamHandle(ExposedParams):
         if self.orig_mode and self.flat_param.data_ptr() != self._pointers[-1]:
             self._check_flat_shape()
             self._point_at_shard()
+        self._check_not_distributed()
         values = [self._current_value(index) for index in range(len(self.params))]
         model = self.flat_param if not self.orig_mode else self.params[0].param
         if (
@@ -500,6 +502,14 @@ class FlatParamHandle(ExposedParams):
         if value.numel() == piece.in_slot.numel:
             return _in_memory_order(_dense(value))
         raise self._refusal(managed, slot, current)
+
+    def _check_not_distributed(self) -> None:
+        """Refuse what torch's ``fully_shard`` leaves in the place of parameters."""
+        table, name = self._registered_in or ({}, "")
+        for managed, slot in zip(self.params, self.layout.slots, strict=True):
+            for current in (table.get(name), self._shown_at(managed)):
+                if is_distributed(current):
+                    raise self._refusal(managed, slot, current)
 
     def _check_flat_shape(self) -> None:
         if self.flat_param.numel() != self.layout.shard_numel or self.flat_param.dim() != 1:

@@ -19,6 +19,7 @@ from ..errors import (
     FsdpError,
     ShardedParameterError,
     TrainingStateError,
+    UsageError,
     describe,
 )
 from ..flat.handle import FlatParamHandle
@@ -390,7 +391,21 @@ class Unit(ResidentUnit):
         """
         if module is self.module and _torch.runs_only(module, self._pre_hook, self._post_hook):
             return self._run(module.forward, args, kwargs)
+        if _torch.SET_BY_ITS_WRAPPERS in vars(module):
+            raise self.refuse_torchs_wrapper()
         return module(*args, **kwargs)
+
+    def refuse_torchs_wrapper(self) -> UsageError:
+        """The error where torch shards what the unit shards already."""
+        return UsageError(
+            describe(
+                "torch's fully_shard, or its FullyShardedDataParallel, was applied to a module that is wrapped "
+                "already: it has taken the shards for parameters",
+                unit=self.name,
+                remedy="Apply one of the two, to modules that the other is not around.",
+            ),
+            unit=self.name,
+        )
 
     def _run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard  # noqa: TID251 - the other wrapper
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.errors import CheckpointError, TrainingStateError, UsageError
@@ -132,3 +134,56 @@ def ddp_beside_it(orig):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ddp_that_is_told_to_leave_wrapped_parameters_alone_may_be_around_them(world_size, orig):
     run_kept_ranks(ddp_beside_it, world_size, orig)
+
+
+SHARDED_AGAIN = {
+    "the wrapper": lambda model: model,
+    "a module that holds it": nn.Sequential,
+    "the wrapped module": lambda model: model.module,
+    "an inner wrapper": lambda model: model.module.blocks[1],
+    "what that wraps": lambda model: model.module.blocks[1].module,
+    "a module inside": lambda model: model.module.blocks[1].module.up,
+}
+
+
+def shard_and_run(model, part, mesh):
+    fully_shard(part, mesh=mesh)
+    model(batch(0))
+
+
+def sharded_again(orig):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for case, find in SHARDED_AGAIN.items():
+        if case == "a module inside" and not orig:
+            continue  # nothing is registered there
+        blocks = set() if case == "the wrapped module" else {Block}
+        model = FSDP(Net(), use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy(blocks))
+        model(batch(0)).sum().backward()
+        with pytest.raises(UsageError, match="torch's fully_shard"):
+            shard_and_run(model, find(model), mesh)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_torchs_fully_shard_of_what_is_wrapped_is_an_error_and_ends_no_process(world_size, orig):
+    run_kept_ranks(sharded_again, world_size, orig)
+
+
+def sharded_around(orig):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    dense = nn.Sequential(Net(), nn.Linear(3, 2))
+    wanted = dense_grads(dense, lambda model, of: model(batch(of)).square().sum().backward(), world)
+    dense[0] = FSDP(dense[0], use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(dense, mesh=mesh, ignored_params=set(dense[0].parameters()))
+    dense(batch(rank)).square().sum().backward()
+    torch.testing.assert_close(dense[1].weight.grad.full_tensor(), wanted["1.weight"])
+    of_net = {name[2:]: grad for name, grad in wanted.items() if name.startswith("0.")}
+    assert_same_gradients(of_net, full_grads(dense[0]), none_is_zero=True)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fully_shard_that_ignores_wrapped_parameters_may_be_around_them(world_size, orig):
+    run_kept_ranks(sharded_around, world_size, orig)
