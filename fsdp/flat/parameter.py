@@ -143,6 +143,8 @@ def make_flat_parameter(
         "_params": [param.param for param in params] if expose_originals else None,
         "_modules": {site.module for param in params for site in param.sites},
         "_local_shard": shard,
+        # What of all this is pickled: nothing, as nothing is copied.  Modules would come along with an optimizer.
+        "__getstate__": dict,
     }
     vars(flat).update(metadata)
     assert isinstance(flat, FlatParameter)

@@ -5,6 +5,7 @@ Deepcopies, ``AveragedModel`` and the memory of a deleted model are in ``tests/d
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import pickle
@@ -175,6 +176,36 @@ def averages():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_sharded_average_equals_the_average_of_the_whole_bit_by_bit(world_size):
     run_kept_ranks(averages, world_size)
+
+
+COPIES = {
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": lambda value: through_torch_save(value)[1],
+    "deepcopy": copy.deepcopy,
+}
+
+
+def optimizer_alone(use_orig_params):
+    models = [wrap(build(), use_orig_params=use_orig_params) for _ in range(2)]
+    kept, fresh = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for step, copied in enumerate(COPIES.values()):
+        for model, optimizer in zip(models, (kept, fresh), strict=True):
+            model.zero_grad()
+            model(batch(dist.get_rank(), step)).square().sum().backward()
+            optimizer.step()
+        twin = copied(kept)
+        torch.testing.assert_close(twin.state_dict(), kept.state_dict(), rtol=0, atol=0)
+        params = [optimizer.param_groups[0]["params"] for optimizer in (twin, kept)]
+        torch.testing.assert_close(*params, rtol=0, atol=0)
+        fresh = torch.optim.AdamW(models[1].parameters())
+        fresh.load_state_dict(twin.state_dict())
+    assert_bitwise(models[1].state_dict(), models[0].state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_copied_or_pickled_alone_has_its_state_for_another_one(world_size, use_orig_params):
+    run_kept_ranks(optimizer_alone, world_size, use_orig_params)
 
 
 def forgotten(use_orig_params):
