@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -155,7 +155,7 @@ class EntryGate:
         self,
         sequence: str,
         entry: str,
-        judge: Callable[[Sequence[str]], str | None],
+        judge: Callable[[Mapping[int, str]], str | None],
         *,
         patient: bool,
     ) -> None:
@@ -167,7 +167,7 @@ class EntryGate:
         self,
         sequence: str,
         entry: str,
-        judge: Callable[[Sequence[str]], str | None],
+        judge: Callable[[Mapping[int, str]], str | None],
         *,
         patient: bool,
     ) -> str:
@@ -180,7 +180,10 @@ class EntryGate:
         channel.launched += 1
         store.set(f"{place}/{self._rank}", entry)
         if store.add(f"{place}/count", 1) == self._size:
-            entries = [store.get(f"{place}/{rank}").decode() for rank in range(self._size)]
+            entries = {
+                global_rank: store.get(f"{place}/{rank}").decode()
+                for rank, global_rank in enumerate(self._ranks)
+            }
             if not store.check([f"{place}/verdict"]):  # else a rank has given up
                 store.set(f"{place}/verdict", judge(entries) or "")
             for rank in range(self._size):
@@ -249,23 +252,25 @@ class EntryGate:
         return self._absence(store, place, entry)
 
     def _absence(self, store: Store, place: str, entry: str) -> ShardMismatchError:
-        missing = tuple(rank for rank in range(self._size) if not store.check([f"{place}/{rank}"]))
-        present = [rank for rank in range(self._size) if rank not in missing]
+        present: list[int] = []
+        missing: list[int] = []
+        for rank, global_rank in enumerate(self._ranks):
+            (present if store.check([f"{place}/{rank}"]) else missing).append(global_rank)
         call = entry.partition(_NOTE)[0]
         return ShardMismatchError(
             describe(
-                f"{call} is collective but was entered by ranks {present} only: ranks {list(missing)} did not within "
+                f"{call} is collective but was entered by ranks {present} only: ranks {missing} did not within "
                 f"{entry_timeout():g} s",
-                rank=(self._rank, self._size),
+                rank=(self._ranks[self._rank], dist.get_world_size()),
                 remedy="Call it on every rank; to keep the result on rank 0 only, use rank0_only=True and still call "
                 "it everywhere.",
             ),
-            ranks=missing,
+            ranks=tuple(missing),
         )
 
 
-def _differing_calls(calls: Sequence[str]) -> str | None:
-    if len(set(calls)) == 1:
+def _differing_calls(calls: Mapping[int, str]) -> str | None:
+    if len(set(calls.values())) == 1:
         return None
     return describe(
         f"ranks entered different collective calls: {_by_rank(calls)}",
@@ -273,17 +278,18 @@ def _differing_calls(calls: Sequence[str]) -> str | None:
     )
 
 
-def _problems(entries: Sequence[str]) -> str | None:
-    parts = [entry.partition(_NOTE) for entry in entries]
-    problems = [problem for _, _, problem in parts]
-    differing = _differing_calls([call for call, _, _ in parts])
-    if differing is not None or not any(problems):
+def _problems(entries: Mapping[int, str]) -> str | None:
+    parts = {rank: entry.partition(_NOTE) for rank, entry in entries.items()}
+    problems = {rank: problem for rank, (_, _, problem) in parts.items()}
+    differing = _differing_calls({rank: call for rank, (call, _, _) in parts.items()})
+    found = set(problems.values())
+    if differing is not None or not any(found):
         return differing
-    return _NOTE + (problems[0] if len(set(problems)) == 1 else _by_rank(problems, skip=""))
+    return _NOTE + (found.pop() if len(found) == 1 else _by_rank(problems, skip=""))
 
 
-def _differing_steps(steps: Sequence[str]) -> str | None:
-    if len(set(steps)) == 1:
+def _differing_steps(steps: Mapping[int, str]) -> str | None:
+    if len(set(steps.values())) == 1:
         return None
     return describe(
         f"Forward order differs across ranks: {_by_rank(steps)}",
@@ -291,39 +297,41 @@ def _differing_steps(steps: Sequence[str]) -> str | None:
     )
 
 
-def _first_difference(entries: Sequence[str]) -> str | None:
-    orders = [entry.split(_NOTE) for entry in entries]
-    if orders.count(orders[0]) == len(orders):
+def _first_difference(entries: Mapping[int, str]) -> str | None:
+    orders = {rank: entry.split(_NOTE) for rank, entry in entries.items()}
+    ran = list(orders.values())
+    if ran.count(ran[0]) == len(ran):
         return None
-    place = next(
-        i for i in itertools.count() if len({tuple(order[: i + 1]) for order in orders}) > 1
-    )
-    steps = [f"unit {order[place]!r}" if place < len(order) else "nothing" for order in orders]
+    place = next(i for i in itertools.count() if len({tuple(order[: i + 1]) for order in ran}) > 1)
+    steps = {
+        rank: f"unit {order[place]!r}" if place < len(order) else "nothing"
+        for rank, order in orders.items()
+    }
     return describe(
         f"Forward order differs across ranks: number {place + 1} of the units that ran was {_by_rank(steps)}",
         remedy="Run the same units in the same order on every rank, or pass allow_unused='any_rank' to the wrapper.",
     )
 
 
-def _first_unlike(entries: Sequence[str]) -> str | None:
-    lists = [entry.split(_NOTE)[1:] for entry in entries]
+def _first_unlike(entries: Mapping[int, str]) -> str | None:
+    lists = [entry.split(_NOTE)[1:] for entry in entries.values()]
     if lists.count(lists[0]) == len(lists):
         return None
     places = itertools.zip_longest(*lists)
     return str(next(place for place, found in enumerate(places) if len(set(found)) > 1))
 
 
-def _unlike(entries: Sequence[str]) -> str:
+def _unlike(entries: Mapping[int, str]) -> str:
     return describe(
         f"Ranks have built different models: {_by_rank(entries)}",
         remedy="Build the same model with the same arguments of the wrapper on every rank.",
     )
 
 
-def _by_rank(entries: Sequence[str], skip: str | None = None) -> str:
+def _by_rank(entries: Mapping[int, str], skip: str | None = None) -> str:
     """Which ranks said what; ``rank 0: a; ranks 1, 2: b``.  Ranks that said ``skip`` are left out."""
     ranks: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
+    for rank, entry in entries.items():
         ranks.setdefault(entry, []).append(rank)
     if skip is not None:
         ranks.pop(skip, None)

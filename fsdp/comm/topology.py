@@ -13,12 +13,13 @@ import torch.distributed as dist
 from .. import _torch
 from ..config import ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, describe
+from .entry import EntryGate, gate_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HYBRID_STRATEGIES", "Axes", "NodeGroups", "node_groups", "resolve_axes"]
+__all__ = ["HYBRID_STRATEGIES", "Axes", "NodeGroups", "gates_of", "node_groups", "resolve_axes"]
 
 HYBRID_STRATEGIES = (
     ShardingStrategy.HYBRID_SHARD,
@@ -76,6 +77,15 @@ def resolve_axes(
     if strategy is ShardingStrategy.NO_SHARD:
         return Axes(None, group, group)
     return Axes(group, None, group, device_mesh)
+
+
+def gates_of(axes: Axes) -> tuple[EntryGate, ...]:
+    """Where the ranks of both axes meet: those that users named, then, under hybrid sharding, those of the replicas.
+
+    Collective: none.
+    """
+    groups = dict.fromkeys((axes.whole, axes.replicate or axes.whole))
+    return tuple(gate_of(group) for group in groups)
 
 
 def _single_group(process_group: Any, device_mesh: DeviceMesh | None) -> ProcessGroup:

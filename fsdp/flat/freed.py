@@ -9,12 +9,15 @@ Note [Freed memory]
     raises an error of ours instead (``Unit._unawaited``), or autograd does (see ``UnshardedStorage``).
     The region is address space, not memory: one tile, mapped again and again.  Every freed storage of the process
     points to it.
+    A write goes to a private copy of its page, and what is read there is no longer not-a-number: such copies are thrown
+    away whenever a storage is freed for the first time, so they do not outlive the models that there were.
     On accelerators, and with a torch that cannot swap storages, freed storages point nowhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 
@@ -27,7 +30,8 @@ __all__ = ["freed_storage"]
 _TILE_BYTES = 1 << 20
 _SMALLEST_REGION = 64 << 20
 _FILL = b"\xff"
-_MAP_FIXED = 0x10  # the same on every architecture Linux has
+_MAP_FIXED = 0x10  # the same on every architecture Linux has, as the next one
+_MADV_DONTNEED = 4
 
 _regions: list[tuple[int, int]] = []
 """Address and size of each, growing; never unmapped, since storages may point there."""
@@ -37,8 +41,14 @@ def freed_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage | N
     """A storage of size zero that points to at least ``nbytes`` readable bytes; None where there is no such thing."""
     if device.type != "cpu" or _torch.swap_storages is None:
         return None
+    _forget_writes()
     address = _region(nbytes)
     return None if address is None else _torch.storage_at(address, 0, device)
+
+
+def _forget_writes() -> None:
+    for address, size in _regions:
+        _libc().madvise(address, size, _MADV_DONTNEED)
 
 
 def _region(nbytes: int) -> int | None:
@@ -56,9 +66,7 @@ def _map_tiles(size: int) -> int | None:
     """Address of ``size`` bytes, all backed by one tile; None if the system has no way to do so."""
     if not hasattr(os, "memfd_create"):
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc = _libc()
     failed = ctypes.c_void_p(-1).value
     access = mmap.PROT_READ | mmap.PROT_WRITE  # a write goes to a private copy of its page
     tile = os.memfd_create("fsdp-freed")
@@ -74,3 +82,12 @@ def _map_tiles(size: int) -> int | None:
     finally:
         os.close(tile)
     return int(base)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

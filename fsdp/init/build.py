@@ -15,9 +15,8 @@ from torch import nn
 
 from .. import _torch
 from ..comm.collectives import Collectives
-from ..comm.entry import gate_of
 from ..comm.process_group import collectives_for
-from ..comm.topology import Axes
+from ..comm.topology import Axes, gates_of
 from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
 from ..flat.handle import FlatParamHandle
@@ -166,8 +165,8 @@ def _build_unit(
         for compute_dtype, group in _group(params, arguments.mixed_precision, rules)
     ]
     modules = [owner for _, owner in members]
-    gate = gate_of(arguments.axes.whole)
-    unit = Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gate)
+    gates = gates_of(arguments.axes)
+    unit = Unit(module, handles, arguments.unit_config(), shard, replicate, modules, gates)
     unit.tensor = tensor_axis(handles, device)
     unit.dtype_rules = rules.within(modules)
     if unit.dtype_rules.boundaries:

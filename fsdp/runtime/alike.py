@@ -31,17 +31,17 @@ class Likeness:
             raise self._found.with_traceback(None)
 
     def see(self, unit: Unit, units: Sequence[Unit], sequence: str) -> None:
-        """Compare, once a group, those of ``units`` that are over the group of ``unit``.
+        """Compare, once a group, those of ``units`` that are over the groups of ``unit``.
 
-        Collective: every rank of the group.
+        Collective: every rank of its groups.
 
         Raises:
             ShardMismatchError: Naming the first unit that differs, as each rank has it.
         """
-        gate = unit.gate
-        if gate not in self._seen:
-            self._seen.add(gate)
-            compared = [other for other in units if other.gate is gate]
+        new = [gate for gate in unit.gates if gate not in self._seen]
+        self._seen.update(new)
+        for gate in new:
+            compared = [other for other in units if gate in other.gates]
             for other in compared:
                 other.seen_alike()
             self._compare(gate, sequence, "the first forward", compared)
@@ -49,14 +49,15 @@ class Likeness:
     def see_recast(self, unit: Unit, sequence: str) -> None:
         """Compare ``unit``, which this rank's user has given another dtype.
 
-        Collective: every rank of its group, whose users must have done the same.
+        Collective: every rank of its groups, whose users must have done the same.
 
         Raises:
             ShardMismatchError: If they have given it different dtypes, or some have not.
         """
         dtypes = ", ".join(str(handle.dtype) for handle in unit.handles)
         change = f"the change of unit {unit.name or '<root>'!r} to {dtypes}"
-        self._compare(unit.gate, f"{sequence}.{unit.index}", change, [unit])
+        for gate in unit.gates:
+            self._compare(gate, f"{sequence}.{unit.index}", change, [unit])
 
     def _compare(
         self, gate: EntryGate, sequence: str, occasion: str, units: Sequence[Unit]

@@ -56,7 +56,8 @@ class Unit(ResidentUnit):
         replicate: Collectives of the ranks that hold equal shards (one rank unless hybrid or NO_SHARD).
         world_size: Ranks whose gradients are averaged: those of both.
         tensor: Collectives of the ranks over which parameters are cut beforehand (tensor parallelism); one if none is.
-        gate: Where ranks meet before a collective call.
+        gate: Where the ranks of the group that users named meet before a collective call.
+        gates: That, and where replicas meet.
         group_key: What identifies the ranks of the two axes: equal for units over the same groups.
         name: FQN of the module in the unwrapped model, ``""`` for the root.
         root: The runtime this unit belongs to; set by :class:`Root`.
@@ -99,6 +100,7 @@ class Unit(ResidentUnit):
         "buffer_masters",
         "dtype_rules",
         "gate",
+        "gates",
         "gradient_bytes",
         "group_key",
         "lenders",
@@ -119,11 +121,12 @@ class Unit(ResidentUnit):
         shard: Collectives,
         replicate: Collectives,
         modules: Sequence[nn.Module],
-        gate: EntryGate,
+        gates: Sequence[EntryGate],
     ) -> None:
         super().__init__(module, handles, config, shard, replicate, modules)
-        self.gate = gate
-        self.group_key = (id(gate), shard.size, replicate.size)
+        self.gates = tuple(gates)
+        self.gate = self.gates[0]
+        self.group_key = (id(self.gate), shard.size, replicate.size)
         _living.add(self)
         self.buffer_masters: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.dtype_rules = precision.DtypeRules()
@@ -186,7 +189,7 @@ class Unit(ResidentUnit):
             self.shard,
             self.replicate,
             modules,
-            self.gate,
+            self.gates,
         )
         for (module, name), master in self.buffer_masters.items():
             made.buffer_masters[memo[id(module)], name] = master.clone()

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
-from ..comm.entry import gate_of
-from ..comm.topology import Axes
+from ..comm.topology import Axes, gates_of
 from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import Slot
@@ -169,9 +168,8 @@ def agree(axes: Axes, call: str, problem: str = "") -> None:
     Raises:
         CheckpointError: Saying which ranks have which problem.
     """
-    problem = gate_of(axes.whole).agree(call, problem)
-    if axes.replicate is not None and axes.replicate is not axes.whole:
-        problem = gate_of(axes.replicate).agree(call, problem)
+    for gate in gates_of(axes):
+        problem = gate.agree(call, problem)
     if problem:
         raise CheckpointError(problem)
 

@@ -148,8 +148,8 @@ def known_state(
         CheckpointError: If a state tensor has neither its parameter's shape nor one element, or ranks differ in what
             state a parameter has.  On every rank.
     """
-    if units:
-        units[0].gate.enter("optim_state_dict")
+    for gate in units[0].gates if units else ():
+        gate.enter("optim_state_dict")
     held = held_params(model, units)
     problem: FsdpError | None = None
     view = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
+from ..comm.telling import pickled
 from ..errors import CheckpointError, FsdpError, UnsupportedError, describe
 from ..runtime.held import Held, held_params
 from ..runtime.spread import partial_units
@@ -139,9 +141,9 @@ def _first_ones(
     outline: SavedState | None, problem: FsdpError | None, group: ProcessGroup
 ) -> SavedState:
     """The outline the first rank made; raises its error everywhere."""
-    told: list[SavedState | FsdpError | None] = [outline if problem is None else problem]
+    told = [pickled(outline if problem is None else problem)]
     dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
-    found = told[0]
+    found = pickle.loads(told[0])
     if isinstance(found, FsdpError):
         raise found
     assert isinstance(found, SavedState)

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
-from ..comm.entry import gate_of
 from ..comm.process_group import collectives_for
-from ..comm.topology import Axes
+from ..comm.topology import Axes, gates_of
 from ..config import StateDictSettings
 from ..errors import CheckpointError, UnsupportedError
 from ..flat.handle import FlatParamHandle
@@ -186,7 +185,7 @@ def restore_unit(saved: SavedUnit) -> tuple[Unit, BuildArguments]:
         collectives[0],
         collectives[1],
         saved.modules,
-        gate_of(whole),
+        gates_of(axes),
     )
     unit.buffer_masters = dict(saved.buffer_masters)
     unit.dtype_rules = saved.rules

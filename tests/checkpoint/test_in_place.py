@@ -96,8 +96,8 @@ class Odd(torch.optim.Optimizer):
             state["count"] = torch.tensor(float(state["step"]))
             state["bound"] = torch.tensor([[0.5]])
             state["half"] = (3 * param).bfloat16()
-            if param.dim():
-                state["eighth"] = param.detach().clone().to(torch.float8_e4m3fn)
+            state["eighth"] = param.detach().clone().to(torch.float8_e4m3fn)
+            state["limit"] = torch.tensor(0.5).to(torch.float8_e4m3fn)
             state["sign"] = param.detach() > 0
 
 

@@ -100,7 +100,7 @@ def waits_for_the_others(folder, orig):
     if place:
         return
     checkpoint.save(folder / "model", model, process_group=groups[place])
-    with pytest.raises(ShardMismatchError, match=r"checkpoint\.save.*ranks \[1\] did not"):
+    with pytest.raises(ShardMismatchError, match=r"checkpoint\.save.*ranks \[[23]\] did not"):
         checkpoint.save(folder / "both", model, optimizer, process_group=groups[place])
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision, ShardingStrategy, StateDictType
@@ -146,6 +147,15 @@ UNLIKE = {
         lambda: unlike(build(), {"use_orig_params": True}, use_orig_params=False),
         "use_orig_params=True",
     ),
+    "replicas": (
+        lambda: unlike(
+            build(),
+            {"mixed_precision": LOW},
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=init_device_mesh("cpu", (dist.get_world_size(), 1)),
+        ),
+        r"computed in torch\.bfloat16",
+    ),
     "units": (
         lambda: wrap(build(), *([set()] if dist.get_rank() else [])),
         r"unit '<root>' with",
@@ -189,7 +199,9 @@ def sharded(model):
 
 def recast_alone(recast, use, orig, strategy):
     os.environ["FSDP_ENTRY_TIMEOUT"] = "1" if "state_dict" in use else "0.4"
-    model = wrap(build(), use_orig_params=orig, sharding_strategy=strategy)
+    replicas = strategy is ShardingStrategy.HYBRID_SHARD
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1)) if replicas else None
+    model = wrap(build(), use_orig_params=orig, sharding_strategy=strategy, device_mesh=mesh)
     model(batch(0)).sum().backward()
     change, unit, dtype = RECASTS[recast]
     if dist.get_rank() == 1:
@@ -211,6 +223,7 @@ def recast_alone(recast, use, orig, strategy):
         ("whole model", "state_dict", 2, True, ShardingStrategy.FULL_SHARD),
         ("whole model", "sharded state_dict", 2, False, ShardingStrategy.FULL_SHARD),
         ("wrapped part", "forward", 2, True, ShardingStrategy.NO_SHARD),
+        ("wrapped part", "forward", 2, False, ShardingStrategy.HYBRID_SHARD),
         ("part past its wrapper", "forward", 2, True, ShardingStrategy.FULL_SHARD),
         ("part past its wrapper", "forward", 3, False, ShardingStrategy.FULL_SHARD),
     ],
@@ -307,3 +320,22 @@ def late():
 
 def test_who_comes_when_others_have_given_up_is_told_so_and_does_not_go_on_alone():
     run_ranks(late, 2)
+
+
+def one_replica(orig):
+    """The first replica saves the optimizer's state alone."""
+    os.environ["FSDP_ENTRY_TIMEOUT"] = "1"
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model = wrap(build(), use_orig_params=orig, sharding_strategy=strategy, device_mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    absent = dist.get_rank() + dist.get_world_size() // 2
+    if absent < dist.get_world_size():
+        model.state_dict()  # needs no other
+        with pytest.raises(ShardMismatchError, match=rf"ranks \[{absent}\] did not within 1 s"):
+            FSDP.optim_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize(("world_size", "orig"), [(2, False), (2, True), (4, False)])
+def test_a_replica_that_saves_the_optimizer_alone_is_told_which_ranks_are_missing(world_size, orig):
+    run_ranks(one_replica, world_size, orig)

@@ -302,3 +302,30 @@ def test_a_weight_that_a_hook_kept_is_no_number_once_freed_and_never_a_crash(
     world_size, use_orig_params
 ):
     run_ranks(kept_leaves, world_size, use_orig_params)
+
+
+def kept_leaf(model):
+    kept = []
+    up = model.module.blocks[1].module.up
+    hook = up.register_forward_hook(lambda module, args, out: kept.append(module.weight.detach()))
+    model(batch(dist.get_rank())).sum().backward()
+    hook.remove()
+    return kept[0]
+
+
+def written_when_freed(use_orig_params):
+    if _torch.swap_storages is None:
+        return
+    written = kept_leaf(wrap(build(), use_orig_params=use_orig_params))
+    written.fill_(1.0)
+    assert written.isfinite().all()  # in a page of its own
+    assert kept_leaf(wrap(build(), use_orig_params=use_orig_params)).isnan().all()
+    assert written.isnan().all()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_write_to_a_freed_weight_leaves_those_of_later_models_no_numbers(
+    world_size, use_orig_params
+):
+    run_kept_ranks(written_when_freed, world_size, use_orig_params)

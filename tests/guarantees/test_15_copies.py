@@ -204,7 +204,9 @@ def optimizer_alone(use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_optimizer_copied_or_pickled_alone_has_its_state_for_another_one(world_size, use_orig_params):
+def test_an_optimizer_copied_or_pickled_alone_has_its_state_for_another_one(
+    world_size, use_orig_params
+):
     run_kept_ranks(optimizer_alone, world_size, use_orig_params)
 
 
