@@ -83,7 +83,8 @@ class Root:
         differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
             parameters again, so they stay until another backward or forward.
         read_again: Units that such a backward has reached since the last forward with gradients began: the graph that
-            it made comes to their parameters past every hook, so every backward gathers them first.
+            it made comes to their parameters past every hook, so every backward gathers them first, and forwards
+            without gradients again until a backward has used the graph up.
         guard: On while a forward runs, so that units refuse to be reached into from outside theirs.
         has_compiled: Whether torch.compile had been used when the running backward began.
     """
@@ -96,6 +97,7 @@ class Root:
         "_likeness",
         "_order_is_agreed",
         "_owner",
+        "_reads_are_due",
         "_sequence",
         "away",
         "backward_task",
@@ -142,6 +144,7 @@ class Root:
         self.has_compiled = False
         self.differentiable = False
         self.read_again: dict[Unit, None] = {}
+        self._reads_are_due = False  # no backward since has used up the graph that reads them
         self._entry_frame: FrameType | None = None
         self._owner: int | None = None
         self.open_saves: list[Callable[[], None]] = []
@@ -251,6 +254,7 @@ class Root:
         self._reshard_all()
         if self.entered_with_grad:
             self.read_again.clear()
+            self._reads_are_due = False
         if self.lockstep.on:  # units are gathered for other ranks that this one does not run
             for unit in self.units:
                 unit.follow_user_changes()
@@ -350,7 +354,17 @@ class Root:
             for unit in self.units:
                 if unit.residency is GATHERING and not self.lockstep.on:
                     unit.reshard()
+            # Ranks without data know nothing of such graphs.
+            if self._reads_are_due and not (self.entered_with_grad or self.lockstep.on):
+                self._gather_again()
             self.streams.end_step()
+
+    def _gather_again(self) -> None:
+        """A forward without gradients has freed what a graph reads past every hook (see ``read_again``)."""
+        for unit in self.read_again:
+            unit.gather_again()
+        for unit in self.read_again:
+            unit.wait_unshard()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` is freed between its forward and its backward; the outermost would be wanted at once."""
@@ -471,6 +485,7 @@ class Root:
         self._agree_on_use()
         if not self.differentiable:
             self._reshard_all()
+        self._reads_are_due = self.differentiable or (self._reads_are_due and _torch.keeps_graph())
         self.differentiable = False
         self.streams.end_step()
         self.backward_task = None

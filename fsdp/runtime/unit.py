@@ -478,6 +478,15 @@ class Unit(ResidentUnit):
             self.root.reductions.start_due()
         self.arrivals.arm()
 
+    def gather_again(self) -> None:
+        """Start gathering between forward and backward, for a graph that reads the parameters past every hook.
+
+        Collective: every rank of the shard group.
+        """
+        self.follow_user_changes()
+        self.start_unshard()
+        self._follow_versions()
+
     def _all_arrived(self) -> None:
         """Every leaf has its gradient; or one has, and none was expected."""
         arrivals = self.arrivals

@@ -6,7 +6,7 @@ sent from there a handle at a time, each rank getting its own pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..comm.topology import Axes, gates_of
 from ..errors import CheckpointError, describe, name_some
 from ..flat.handle import FlatParamHandle
 from ..flat.layout import Slot
+from ..flat.tensor_parallel import is_distributed
 from ..names import clean_tensor_name, flat_param_name, join_names
 from ..runtime.held import Held, held_params, settle_assigned, units_in
 from ..runtime.spread import partial_units, tell_tree
@@ -31,6 +32,7 @@ from .tensor_parallel import refuse_tensor_parallel
 __all__ = [
     "RECEIVED",
     "agree",
+    "agree_on_slices",
     "check_loadable",
     "in_memory_order",
     "local_misfit",
@@ -174,6 +176,40 @@ def agree(axes: Axes, call: str, problem: str = "") -> None:
         raise CheckpointError(problem)
 
 
+def agree_on_slices(
+    unit: Unit, sites: Mapping[nn.Module, Iterable[str]], state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """See, before any slice of a parameter of ``unit`` moves, that all ranks have slices of the same ones.
+
+    Collective: every rank of the group that users named, if the dict has any.
+
+    Args:
+        unit: The unit that is about to load.
+        sites: Its modules, and the names of its parameters there.
+        state_dict: The dict, with the names that this part of the tree has now.
+        prefix: Before the names of what the unit's module holds.
+
+    Raises:
+        ShardMismatchError: Naming what each rank lacks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    slices = {
+        clean_tensor_name(key.removeprefix(prefix))
+        for key, value in state_dict.items()
+        if isinstance(value, DTensor) and key.startswith(prefix)
+    }
+    own = [
+        join_names(clean_tensor_name(path), name)
+        for path, module in unit.module.named_modules()
+        for name in sites.get(module, ())
+    ]
+    if not slices.isdisjoint(own):
+        lacking = name_some(name for name in own if name not in slices)
+        without = f" without {lacking}" if lacking else ""
+        unit.gate.agree(f"load_state_dict of the slices of unit {unit.name or '<root>'!r}{without}")
+
+
 # -- from the first rank -----------------------------------------------------------------------------------------------
 
 
@@ -217,7 +253,7 @@ def receive_from_first(
     described: dict[str, Any] = {}
     problem = ""
     if is_first:
-        problem = problem_of(module, state_dict)
+        problem = problem_of(module, state_dict) or _slices_in(state_dict)
         if not problem:
             described = {key: _describe(value) for key, value in state_dict.items()}
     problem, described = _broadcast_object(axes, (problem, described))
@@ -275,6 +311,16 @@ def _in_partial_units(
     if found:
         raise CheckpointError(f"size mismatch for {'; '.join(found)}")
     return apart
+
+
+def _slices_in(state_dict: Mapping[str, Any]) -> str:
+    sliced = [key for key, value in state_dict.items() if is_distributed(value)]
+    if not sliced:
+        return ""
+    return (
+        f"broadcast_from_rank0 takes whole tensors, and {name_some(sliced)} are slices (DTensors): give every rank its "
+        "own."
+    )
 
 
 def _describe(value: Any) -> Any:

@@ -30,7 +30,7 @@ from ..runtime.full_params import summon_unit
 from ..runtime.held import settle_assigned, unit_of, units_in
 from ..runtime.unit import Unit
 from .elsewhere import completed, find_elsewhere
-from .loading import RECEIVED, check_loadable, local_misfit, misfit
+from .loading import RECEIVED, agree_on_slices, check_loadable, local_misfit, misfit
 from .sharded import (
     axes_mesh,
     flat_from_slices,
@@ -383,6 +383,8 @@ class StateHooks:
         if is_first or not prefix:
             settle_assigned([self._unit])
         if is_first:
+            sites = {where: [entry.name for entry in own] for where, own in self._entries.items()}
+            agree_on_slices(self._unit, sites, state_dict, prefix)
             self._loading_local = self._load_local(state_dict, prefix, error_msgs)
 
     def _shown_flat_params(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import is_tensor_like
 
 from ..config import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from ..errors import CheckpointError
 from ..names import COMPILED_MODULE, FSDP_PREFIX, clean_tensor_name
 from ..runtime.held import held_params, units_in
 from ..runtime.unit import Unit
@@ -154,7 +153,8 @@ class ModelStateInterface(nn.Module):
 
         Raises:
             CheckpointError: On every rank, if a tensor has the wrong shape on any (nothing is changed then), or, if
-                ``strict``, keys are missing or unexpected.
+                ``strict``, keys are missing or unexpected on any.
+            ShardMismatchError: If ranks have slices (DTensors) of different parameters.
             TrainingStateError: During forward or backward.
 
         Example::
@@ -169,7 +169,8 @@ class ModelStateInterface(nn.Module):
         if broadcast_from_rank0:
             state_dict = receive_from_first(self, axes, state_dict)
         else:
-            agree(axes, "load_state_dict", problem_of(self, state_dict))
+            call = "load_state_dict" if strict else "load_state_dict(strict=False)"
+            agree(axes, call, problem_of(self, state_dict))
         with_metadata = OrderedDict(_under_actual_names(self, state_dict))
         if metadata is not None:
             with_metadata._metadata = _metadata_for(self, metadata)  # type: ignore[attr-defined]  # noqa: SLF001 its own
@@ -180,8 +181,9 @@ class ModelStateInterface(nn.Module):
         if elsewhere is not None:
             others = elsewhere.others
             result.unexpected_keys[:] = [key for key in result.unexpected_keys if key not in others]
-        if strict and (result.missing_keys or result.unexpected_keys):
-            raise _strict_error(self, result.missing_keys, result.unexpected_keys)
+        if strict:
+            problem = _strict_problem(self, result.missing_keys, result.unexpected_keys)
+            agree(axes, "the end of load_state_dict", problem)
         return result
 
     def _forgive_tied(self, missing_keys: list[str], state_dict: Mapping[str, Any]) -> None:
@@ -248,19 +250,16 @@ def _metadata_for(wrapper: nn.Module, metadata: Mapping[str, Any]) -> OrderedDic
     return found
 
 
-def _strict_error(
-    module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]
-) -> Exception:
-
+def _strict_problem(module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    if not (missing or unexpected):
+        return ""
     lines = []
     if unexpected:
         lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
     if missing:
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}. ")
     listed = "\n\t".join(lines)
-    return CheckpointError(
-        f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
-    )
+    return f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
 
 
 def _quoted(names: Sequence[str]) -> str:

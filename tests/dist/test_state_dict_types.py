@@ -26,6 +26,7 @@ from fsdp import (
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.entry import EntryGate
 from fsdp.comm.process_group import PointToPointCollectives
+from fsdp.errors import CheckpointError, ShardMismatchError
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.models import ENTRIES
 from tests.support.oracles import wrap_entry
@@ -543,6 +544,60 @@ def from_rank_zero_tied():
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_strategy_loads_what_only_rank_zero_has(world_size, strategy):
     run_kept_ranks(from_rank_zero, world_size, "mlp", strategy)
+
+
+def without_one(state):
+    del state["blocks.0.up.weight"]
+
+
+UNLIKE_KEYS = {
+    "missing": (without_one, "Missing key.*blocks.0.up.weight"),
+    "unexpected": (lambda state: state.update(more=torch.ones(2)), "Unexpected key.*more"),
+}
+
+
+def keys_of_one_rank(kind, orig):
+    """The last rank's dict has other keys; then all have the same, and it is loaded."""
+    model = wrap(build(), use_orig_params=orig)
+    with FSDP.state_dict_type(model, StateDictType[kind]):
+        source = model.state_dict()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for case, (change, told) in UNLIKE_KEYS.items():
+        state = dict(source)
+        if last:
+            change(state)
+        lacks_slice = kind == "SHARDED_STATE_DICT" and case == "missing"
+        if dist.get_world_size() == 1 or not lacks_slice:
+            who = f"rank {dist.get_world_size() - 1}: " if dist.get_world_size() > 1 else ""
+            with pytest.raises(CheckpointError, match=f"(?s)^{who}Error.*{told}"):
+                model.load_state_dict(state)
+            continue
+        told = f"rank {dist.get_world_size() - 1}: .* unit 'blocks.0' without 'up.weight'"
+        for load in (model.load_state_dict, model.module.load_state_dict):
+            with pytest.raises(ShardMismatchError, match=told):
+                load(dict(state), strict=False)
+    model.load_state_dict(source)
+    model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_keys_that_one_rank_lacks_or_has_more_are_an_error_on_every_rank(world_size, kind, orig):
+    run_kept_ranks(keys_of_one_rank, world_size, kind, orig)
+
+
+def slices_of_rank_zero():
+    model = wrap(build())
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    with pytest.raises(CheckpointError, match=r"on rank 0: .* are slices \(DTensors\)"):
+        model.load_state_dict(state, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_slices_can_not_be_taken_from_rank_zero_alone(world_size):
+    run_kept_ranks(slices_of_rank_zero, world_size)
 
 
 def peak_growth(call):

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.runtime.held import units_in
+from fsdp.runtime.residency import Residency
 from fsdp.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_kept_ranks, run_ranks_outcomes
 
@@ -96,6 +98,100 @@ def test_a_graph_with_a_backward_inside_may_be_used_again(
     for rank, (slopes, found) in enumerate(got):
         torch.testing.assert_close(slopes, wanted[rank])
         torch.testing.assert_close(found, grads)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def residuals():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Residual(), Residual(), nn.Linear(WIDTH, 3)
+    ).double()
+
+
+def evaluated(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def of_a_part(model, x):
+    """A forward of one unit alone."""
+    whole = model.module if isinstance(model, FSDP) else model
+    return evaluated(whole[1], x)
+
+
+def in_inference(model, x):
+    with torch.inference_mode():
+        return model(x)
+
+
+BETWEEN = (evaluated, of_a_part, in_inference)
+
+
+def slope_used_later(model, rank, between):
+    """A slope is computed, something is evaluated, and the slope is part of losses."""
+    x = rows(rank)
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    between(model, rows(rank, 1).detach())
+    slope.square().sum().backward(retain_graph=True)
+    between(model, rows(rank, 2).detach())
+    slope.pow(4).sum().backward()
+
+
+def use_slopes_later(orig, strategy):
+    found = []
+    for between in BETWEEN:
+        model = FSDP(
+            residuals(),
+            auto_wrap_policy=ModuleWrapPolicy({Residual}),
+            sharding_strategy=strategy,
+            use_orig_params=orig,
+        )
+        slope_used_later(model, model.rank, between)
+        evaluated(model, rows(model.rank, 3))
+        gathered = [unit for unit in units_in(model) if unit.unsharded_bytes]
+        assert all(
+            unit.residency is Residency.SHARDED for unit in gathered
+        )  # nothing is left to read
+        with FSDP.summon_full_params(model, with_grads=True):
+            found.append([param.grad.clone() for param in model.parameters()])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = rows(model.rank)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        optimizer.step()
+        between(model, x.detach())
+        with pytest.raises(RuntimeError, match="modified"):
+            slope.square().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (1, ShardingStrategy.FULL_SHARD),
+        (2, ShardingStrategy.FULL_SHARD),
+        (2, ShardingStrategy.SHARD_GRAD_OP),
+        (2, ShardingStrategy.NO_SHARD),
+        (3, ShardingStrategy.FULL_SHARD),
+    ],
+)
+def test_a_slope_may_be_used_after_an_evaluation_and_not_after_a_step(world_size, strategy, orig):
+    got = run_kept_ranks(use_slopes_later, world_size, orig, strategy)
+    for number, between in enumerate(BETWEEN):
+        model = residuals()
+        for rank in range(world_size):
+            slope_used_later(model, rank, between)
+        wanted = [param.grad / world_size for param in model.parameters() if param.grad is not None]
+        for found in got:
+            torch.testing.assert_close(found[number], wanted)
 
 
 class Leaking(nn.Module):
