@@ -483,8 +483,9 @@ class Unit(ResidentUnit):
 
         Collective: every rank of the shard group.
         """
-        self.follow_user_changes()
-        self.start_unshard()
+        if self.residency is SHARDED:
+            self.follow_user_changes()
+            self.start_unshard()
         self._follow_versions()
 
     def _all_arrived(self) -> None:
