@@ -91,7 +91,8 @@ class FullyShardedDataParallel(
         mixed_precision: Dtypes of computation, reduction and buffers; nothing is cast if None.
         ignored_modules: Modules whose parameters and buffers are left alone: their gradients stay local.
         param_init_fn: Initialises one module that has meta tensors; its ``reset_parameters`` if None.
-        device_id: Device to compute on; units are moved there one at a time.
+        device_id: Device to compute on; units are moved there one at a time.  If it is None, where the parameters are;
+            from the CPU to the current accelerator if the process group only communicates there (NCCL).
         sync_module_states: Give every rank the first rank's parameters and buffers.
         forward_prefetch: Accepted for its name: the next gather of the forward always starts early, in the order of the
             last iteration.
@@ -173,7 +174,7 @@ class FullyShardedDataParallel(
                 "mixed_precision", mixed_precision, MixedPrecision, MixedPrecision()
             ),
             param_init_fn=param_init_fn,
-            device=compute_device(module, device_id, ignored),
+            device=compute_device(module, device_id, ignored, axes.whole),
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,

@@ -38,7 +38,13 @@ from .ways import Ways, interrupt
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup
 
-__all__ = ["NativeCollectives", "PointToPointCollectives", "StagedCollectives", "collectives_for"]
+__all__ = [
+    "NativeCollectives",
+    "PointToPointCollectives",
+    "StagedCollectives",
+    "collectives_for",
+    "communicates_on",
+]
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -80,6 +86,17 @@ def collectives_for(group: ProcessGroup | None, device: torch.device) -> Collect
     return NativeCollectives(group, device)
 
 
+def communicates_on(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has a backend for ``device``; so has whatever stands in for one.  Collective: none."""
+    if not _torch.is_process_group(group):
+        return True
+    try:
+        _torch.group_backend(group, device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _backend_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """``device`` if ``group`` has a backend for it, else the CPU, through which tensors are then staged.
 
@@ -87,11 +104,8 @@ def _backend_device(group: ProcessGroup, device: torch.device) -> torch.device:
         DeviceError: If it has none for either.
     """
     for candidate in (device, torch.device("cpu")):
-        try:
-            _torch.group_backend(group, candidate)
-        except RuntimeError:
-            continue
-        return candidate
+        if communicates_on(group, candidate):
+            return candidate
     raise DeviceError(
         describe(
             f"the process group can not communicate tensors on {device}",

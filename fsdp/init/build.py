@@ -8,14 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .. import _torch
 from ..comm.collectives import Collectives
-from ..comm.process_group import collectives_for
+from ..comm.process_group import collectives_for, communicates_on
 from ..comm.topology import Axes, gates_of
 from ..config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..errors import ConfigError, ConfigTypeError, DeviceError, FsdpWarning, describe, name_some
@@ -33,6 +33,9 @@ from .ignored import Ignored
 from .materialize import materialize_unit
 from .replicated import left_to_policy, replicated_arguments
 from .ties import Ties
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup
 
 __all__ = ["BuildArguments", "build_units"]
 
@@ -332,9 +335,14 @@ def _as_bytes_if_odd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute_device(
-    module: nn.Module, device_id: int | torch.device | None, ignored: Ignored
+    module: nn.Module,
+    device_id: int | torch.device | None,
+    ignored: Ignored,
+    group: ProcessGroup,
 ) -> torch.device:
     """Where the units compute: ``device_id``, else where the parameters are.
+
+    If those are on the CPU, and ``group`` only communicates on accelerators, this process's current one.
 
     Collective: none.
 
@@ -366,9 +374,13 @@ def compute_device(
                 "Leave device_id out, or build the module on that device."
             )
         return wanted
-    if found:
-        return next(iter(found))
-    return torch.device("cpu") if not torch.cuda.is_available() else _current_cuda()
+    if not found:
+        return torch.device("cpu") if not torch.cuda.is_available() else _current_cuda()
+    device = next(iter(found))
+    accelerator = torch.accelerator.current_accelerator() if device.type == "cpu" else None
+    if accelerator is None or communicates_on(group, device):
+        return device
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _device_from(device_id: object) -> torch.device | None:

@@ -10,6 +10,8 @@ from torch import nn
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.errors import DeviceError
+from fsdp.init.build import compute_device
+from fsdp.init.ignored import resolve_ignored
 from tests.support.compare import GRADIENTS, assert_bitwise, assert_close
 from tests.support.models import entry
 from tests.support.oracles import full_grads, mean_grads, wrap_entry
@@ -113,6 +115,21 @@ def on_the_cpu_beside_a_group_of_accelerators():
         FSDP(plain)
     assert not plain._forward_pre_hooks
     assert plain(torch.ones(1, 3)).shape == (1, 3)
+
+
+def beside_an_accelerator(expected):
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+    torch.accelerator.current_device_index = lambda: 1
+    nothing = resolve_ignored(nn.Linear(3, 3), None, None, is_wrapped=lambda _: False)
+    for device_id, device in ((None, expected), (torch.device("cpu"), "cpu")):
+        found = compute_device(nn.Linear(3, 3), device_id, nothing, dist.group.WORLD)
+        assert found == torch.device(device)
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("cuda:gloo", "cuda:1"), ("gloo", "cpu")])
+def test_a_module_on_the_cpu_goes_to_the_accelerator_that_the_group_needs(backend, expected):
+    """``torch.cuda.set_device`` and ``init_process_group("nccl")`` say where it is to compute."""
+    run_ranks(beside_an_accelerator, 1, expected, backend=backend)
 
 
 def test_a_module_on_the_cpu_is_refused_where_the_group_only_knows_accelerators():
