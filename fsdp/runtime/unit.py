@@ -31,6 +31,7 @@ from .averaging import Averaging
 from .entrances import Entrances
 from .gradients import Gradients
 from .guard import remember_left_behind
+from .input_uses import InputUses
 from .param_hooks import ParamHooks
 from .residency import SHARDED, UNSHARDED, Residency, ResidentUnit, UnitConfig
 
@@ -91,7 +92,7 @@ class Unit(ResidentUnit):
         "_aliases",
         "_backward_task",
         "_entrances",
-        "_open_uses",
+        "_input_uses",
         "_post_hook",
         "_pre_hook",
         "_trained",
@@ -140,11 +141,11 @@ class Unit(ResidentUnit):
         self.on_gradients: Callable[[], None] | None = None
         self.averaging = Averaging(self)
         self._backward_task: int | None = None
-        self._open_uses = 0
         self._aliases = 0
         self.gradients = Gradients(self)
         self.arrivals = Arrivals(self._all_arrived)
         self._param_hooks = ParamHooks(self)
+        self._input_uses = InputUses(self._use_done)
         self._entrances = Entrances(module, self.modules, self._pre_backward, self._after_inside)
         self._entrances.leave_out(self.handles)
         self._prepare()
@@ -247,7 +248,7 @@ class Unit(ResidentUnit):
             self._unshard_for_forward(recomputing=recomputing)
             self._entrances.follow_user_hooks()
             if self._reads_frozen and torch.is_grad_enabled():
-                self._hook_inputs((args, kwargs))
+                self._input_uses.hook((args, kwargs))
         return precision.cast_inputs(self, args, kwargs, entering=is_outermost and not recomputing)
 
     def _unshard_for_forward(self, *, recomputing: bool) -> None:
@@ -346,24 +347,9 @@ class Unit(ResidentUnit):
         if torch.is_grad_enabled():
             self._entrances.hook_inside((args, output))
 
-    def _hook_inputs(self, inputs: Any) -> None:
-        """Free a unit with frozen parameters once the gradients of its inputs are computed, not before.
-
-        Nothing arrives on frozen leaves that would tell, so the node that produced each input does.  The gradients of
-        trained ones may all have come by then: those of adapters come before the frozen layer beside them is run.
-        """
-        tensors = [tensor for tensor in iter_tensors(inputs) if tensor.requires_grad]
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        if nodes:
-            self._open_uses += 1
-            done = _Once(self._use_done)
-            for node in nodes:
-                node.register_prehook(done)
-
     def _use_done(self) -> None:
-        """One of possibly several uses of the unit has its gradients; the last one frees the parameters."""
-        self._open_uses = max(0, self._open_uses - 1)
-        is_last = self._awaits_inputs if self.trains else not self._open_uses
+        """Free a unit with frozen parameters once the gradients of the inputs of its last use are computed."""
+        is_last = self._awaits_inputs if self.trains else not self._input_uses.open
         if is_last and self.residency is UNSHARDED and not self._active:
             self.release()
 
@@ -608,17 +594,3 @@ _living: weakref.WeakSet[Unit] = weakref.WeakSet()
 def living_units() -> list[Unit]:
     """Every unit of the process that is still in use, in no order.  Collective: none."""
     return list(_living)
-
-
-class _Once:
-    """A hook that calls its function the first time only."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-
-    def __call__(self, *_: Any) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
