@@ -241,7 +241,8 @@ class ResidentUnit(ABC):
                 root.lockstep.gather_before(self)
             in_backward = _torch.backward_task() != _torch.NO_TASK
             # A backward inside the forward (of a slope, say) finds the values that this forward computes with.
-            if in_backward and not root.guard.on:
+            # In lockstep units are gathered for other ranks, too: one that is reached here looks itself.
+            if in_backward and not root.guard.on and not root.lockstep.on:
                 self._check_unchanged()
             self.residency = GATHERING
             if self._gathers:
@@ -435,8 +436,6 @@ class ResidentUnit(ABC):
 
     def _check_unchanged(self) -> None:
         """Refuse a backward over other values than the forward's, as autograd does for plain parameters."""
-        if self.root.lockstep.on and not self._graphs:
-            return  # gathered for other ranks
         for handle in self._gathered:
             if handle.changed_since_forward():
                 raise UsageError(

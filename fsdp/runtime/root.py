@@ -79,7 +79,8 @@ class Root:
         open_saves: How to close each unit that is being saved; those inside one another were entered together.
         entered_with_grad: Whether the running forward was entered with gradients enabled.
         in_full_precision: Whether the running forward computes in the shards' own dtype.
-        done: Indices of the units whose gradients the running backward has reduced, or is about to (they are due).
+        done: Indices of the units whose gradients the running backward has reduced or, inside ``no_sync``, kept, or is
+            about to (they are due).
         differentiable: Whether the running backward was asked for with ``create_graph``: what it computes may want the
             parameters again, so they stay until another backward or forward.
         read_again: Units that such a backward has reached since the last forward with gradients began: the graph that

@@ -460,6 +460,8 @@ class Unit(ResidentUnit):
 
     def _await_gradients(self) -> None:
         """Count those that come; none of an earlier use in this backward shall be taken for one of them."""
+        if self.root.lockstep.on:
+            self._check_unchanged()
         if self.index in self.root.done:
             self.root.reductions.start_due()
         self.arrivals.arm()
@@ -536,6 +538,7 @@ class Unit(ResidentUnit):
         if self.sync_gradients:
             root.reduce(self)
         else:
+            root.done.add(self.index)
             self.gradients.keep()
         if self.config.backward_prefetch is _BACKWARD_POST:
             root.prefetch_backward(self)

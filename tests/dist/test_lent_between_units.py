@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -159,10 +160,31 @@ def from_inside(model, rank):
         getattr(model, "module", model).kept.pop().square().sum().backward()
 
 
+class TiedIntoCheckpoint(nn.Module):
+    """One unit: the gradient of a tied weight comes from a reentrant checkpoint first, and last from outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.third = Checkpointed(Linear())
+        self.third.inner.weight = self.first.weight
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def accumulated(model, rank):
+    for step in range(3):
+        held = model.no_sync() if isinstance(model, FSDP) and step < 2 else nullcontext()
+        with held:
+            model(batch(rank, step)).square().sum().backward()
+
+
 def checkpoints(strategy):
     options = {"sharding_strategy": ShardingStrategy[strategy]}
     for units in (UNITS, {*UNITS, Checkpointed}, {Around, Checkpointed}):
         check_script(script, CheckpointedBesideTied, units, **options)
+    check_script(accumulated, TiedIntoCheckpoint, set(), **options)
     check_script(from_inside, KeptInside, UNITS, **options)
 
 

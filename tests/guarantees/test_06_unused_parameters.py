@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from fsdp.errors import ConfigError
+from fsdp.errors import ConfigError, UsageError
 from fsdp.runtime import reduction_queue, root
 from fsdp.wrap import CustomPolicy
 from tests.support.ranks import run_kept_ranks, run_ranks, run_ranks_outcomes
@@ -125,6 +125,22 @@ def test_any_rank_takes_no_step_for_a_change_between_a_forward_and_its_backward(
     world_size, strategy
 ):
     run_kept_ranks(any_rank, world_size, changed_since_others_used_them, sharding_strategy=strategy)
+
+
+def changed_in_between():
+    model = wrap(build(Branching), allow_unused="any_rank")
+    out = model(batch(dist.get_rank()), [0, 1])
+    with torch.no_grad():
+        model(batch(dist.get_rank()), [2, 3])
+        for param in model.parameters():
+            param.mul_(0.9)
+    with pytest.raises((UsageError, RuntimeError), match="modified"):
+        out.square().sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_rank_refuses_a_change_between_a_forward_and_its_backward(world_size):
+    run_kept_ranks(changed_in_between, world_size)
 
 
 def accumulating(routes, exposure):
