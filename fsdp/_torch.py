@@ -605,7 +605,7 @@ def taken_by_ddp(module: nn.Module) -> Sequence[nn.Parameter]:
     Why: its constructor asks nobody whether they are the same parameters everywhere.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        return module._module_parameters
+        return cast("Sequence[nn.Parameter]", vars(module).get("_module_parameters", ()))
     return ()
 
 

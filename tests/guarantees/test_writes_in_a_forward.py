@@ -355,3 +355,41 @@ def refused(write, use_orig_params):
 @pytest.mark.parametrize("write", [another_parameter, another_dtype, another_shape, fewer_rows])
 def test_another_parameter_dtype_or_shape_in_a_forward_is_refused_by_name(write, orig, world_size):
     run_kept_ranks(refused, world_size, write, orig)
+
+
+class Late(nn.Module):
+    """Writes into its weight in its third forward, after some that have shown nothing of the kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 7, bias=False)
+        self.forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards == 3:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return self.linear(x)
+
+
+def written_late(use_orig_params):
+    torch.manual_seed(0)
+    dense = nn.Sequential(Late(), nn.Linear(7, 3))
+    model = FSDP(
+        copy.deepcopy(dense),
+        auto_wrap_policy=ModuleWrapPolicy({Late}),
+        use_orig_params=use_orig_params,
+    )
+    for _ in range(4):
+        for either in (dense, model):
+            either(torch.ones(2, 5)).sum().backward()
+    state = model.state_dict()
+    for name, value in dense.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_write_in_place_is_kept_whenever_it_comes(world_size, use_orig_params):
+    run_kept_ranks(written_late, world_size, use_orig_params)
