@@ -464,6 +464,7 @@ class Unit(ResidentUnit):
             self._check_unchanged()
         if self.index in self.root.done:
             self.root.reductions.start_due()
+        self._awaits_inputs = False  # of a use that a reentrant checkpoint has finished
         self.arrivals.arm()
 
     def gather_again(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
@@ -128,3 +129,30 @@ def test_a_unit_that_is_reduced_by_a_backward_without_it_is_whole_for_all_uses_i
     world_size,
 ):
     run_kept_ranks(reduced_unused, world_size)
+
+
+class Checkpointed(nn.Module):
+    """Runs its adapted layer twice, and once more under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.adapted = nn.Linear(5, DIM), Adapted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.adapted(self.adapted(self.inp(x)))
+        return checkpoint(self.adapted, x, use_reentrant=True)
+
+
+def checkpointed_too() -> None:
+    def script(model: nn.Module, rank: int) -> None:
+        for step in range(2):
+            model(scripts.batch(rank, step)).square().sum().backward()
+
+    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP:
+        for classes in {Adapted}, {Adapted, nn.Linear}:
+            scripts.check_script(script, Checkpointed, classes, sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_reentrant_checkpoint_finishes_is_whole_for_the_uses_outside_of_it(world_size):
+    run_kept_ranks(checkpointed_too, world_size)
