@@ -31,14 +31,16 @@ class InputUses:
         self.open = 0
 
     def hook(self, inputs: Any) -> None:
-        """A use begins, with ``inputs``, a tree of anything; those that no graph made tell nothing."""
+        """A use begins, with ``inputs``, a tree of anything; those that want no gradient tell nothing."""
         tensors = [tensor for tensor in iter_tensors(inputs) if tensor.requires_grad]
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        if nodes:
+        if tensors:
             self.open += 1
             first = _Once(self._close)
-            for node in nodes:
-                node.register_prehook(first)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(first)
+                else:
+                    tensor.register_hook(first)
 
     def _close(self) -> None:
         self.open = max(0, self.open - 1)

@@ -156,3 +156,34 @@ def checkpointed_too() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_reentrant_checkpoint_finishes_is_whole_for_the_uses_outside_of_it(world_size):
     run_kept_ranks(checkpointed_too, world_size)
+
+
+class FrozenTwice(nn.Module):
+    """Runs a frozen layer twice on what has no history: the input, and what a reentrant checkpoint detaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).requires_grad_(False)
+        self.out = nn.Linear(5, 3)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.frozen(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.twice, self.twice(x), use_reentrant=True))
+
+
+def frozen_twice() -> None:
+    def script(model: nn.Module, rank: int) -> None:
+        for step in range(2):
+            x = scripts.batch(rank, step).requires_grad_()
+            model(x).square().sum().backward()
+            assert x.grad is not None
+
+    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP:
+        scripts.check_script(script, FrozenTwice, {nn.Sequential}, sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_frozen_unit_is_whole_for_its_first_use_on_a_leaf_too(world_size):
+    run_kept_ranks(frozen_twice, world_size)
