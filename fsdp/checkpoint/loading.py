@@ -284,13 +284,16 @@ class _OptimizerPlan:
 
 
 def _saved_state(source: Source, held: list[Held], saved: dict[str, Any]) -> dict[str, Any]:
-    """The canonical form, with tensors of the parameters' shapes on the meta device."""
+    """The canonical form, with tensors of the parameters' shapes on the meta device.
+
+    Not those of one element: one of shape ``[1]`` may be a scalar of the optimizer, to be compared with others.
+    """
     shapes = {name: item.shape for item in held for name in (item.fqn, *item.aliases)}
     for key, entry in source.manifest.tensors.items():
         if key.startswith("optimizer/"):
             _, name, fqn = key.split("/", 2)
-            is_shaped = shapes.get(fqn) == entry.shape
-            value = source.meta(key) if is_shaped else source.whole(key)
+            is_cut = shapes.get(fqn) == entry.shape and entry.numel > 1
+            value = source.meta(key) if is_cut else source.whole(key)
             saved["state"].setdefault(fqn, {})[name] = value
     return saved
 

@@ -118,14 +118,19 @@ def _checked(
 
 
 def _outline(held: Sequence[Held], named: SavedState) -> SavedState:
-    """``named`` with tensors on the meta device in place of those that travel in pieces."""
+    """``named`` with tensors on the meta device in place of those that travel in pieces.
+
+    One of shape ``[1]`` travels whole: it may be a scalar of the optimizer, to be compared with others.
+    """
     items = {item.fqn: item for item in held}
     state = {}
     for fqn, values in named.state.items():
         item = items[fqn]
         state[fqn] = {
             name: torch.empty_like(value, device="meta")
-            if item.handle is not None and is_elementwise(item, name, value, named.counters)
+            if item.handle is not None
+            and is_elementwise(item, name, value, named.counters)
+            and value.numel() > 1
             else copy_of(value)
             for name, value in values.items()
         }

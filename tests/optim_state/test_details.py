@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fsdp import FullOptimStateDictConfig, StateDictType
+from fsdp import FullOptimStateDictConfig, StateDictType, checkpoint
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.recording import Recording
 from tests.optim_state.worlds import OPTIMIZERS, Form, assert_equal, one_step, wrap
@@ -182,3 +183,74 @@ def test_scatter_sends_a_unit_at_a_time(form):
     assert len(sent) == 2 * len(pieces)
     assert max(sent) <= max(pieces)
     assert objects == 1
+
+
+class CountsInVectors(torch.optim.Optimizer):
+    """Momentum, and a counter of shape ``[1]`` that scales it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if param.grad is None:
+                    continue
+                if not state:
+                    state["step"] = torch.zeros(1)
+                    state["momentum"] = torch.zeros_like(param)
+                state["step"] += 1
+                state["momentum"].mul_(0.9).add_(param.grad)
+                param.sub_(state["momentum"], alpha=group["lr"] / float(state["step"]))
+
+
+class WithTemperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.inner(x) * self.temperature
+
+
+def counts_in_vectors(folder, way, use_orig_params):
+    def built():
+        torch.manual_seed(3)
+        model = FSDP(WithTemperature(), use_orig_params=use_orig_params)
+        return model, CountsInVectors(model.parameters())
+
+    def steps(model, optimizer):
+        for number in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), float(number + dist.get_rank()))).square().sum().backward()
+            optimizer.step()
+
+    saved, fresh = built(), built()
+    steps(*saved)
+    if way == "checkpoint":
+        checkpoint.save(folder, *saved)
+        checkpoint.load(folder, *fresh)
+    else:
+        full = FSDP.full_optim_state_dict(*saved)
+        fresh[0].load_state_dict(saved[0].state_dict())
+        local = FSDP.scatter_full_optim_state_dict(full or None, fresh[0], optim=fresh[1])
+        fresh[1].load_state_dict(local)
+    steps(*saved)
+    steps(*fresh)
+    assert_equal(saved[0].state_dict(), fresh[0].state_dict())
+    expected, got = (FSDP.optim_state_dict(*pair)["state"] for pair in (saved, fresh))
+    assert expected.keys() == got.keys()
+    for name in expected:
+        assert_equal(dict(sorted(expected[name].items())), dict(sorted(got[name].items())))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("way", ["checkpoint", "scatter"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_scalar_of_shape_1_beside_a_parameter_of_that_shape_is_loaded(
+    world_size, way, use_orig_params, tmp_path
+):
+    run_kept_ranks(counts_in_vectors, world_size, str(tmp_path / "saved"), way, use_orig_params)
