@@ -181,8 +181,9 @@ class MixedPrecision(_ShortRepr):
             ``param_dtype`` differs from that of the unit before them.
         cast_root_forward_inputs: Cast the floating inputs of the outermost unit.
         _module_classes_to_ignore: Modules of these classes become units that are not cast (with an
-            ``auto_wrap_policy``; batch norms by default, whose statistics need full precision).  Without a policy
-            batch norms stay in their unit and compute in the dtype of their statistics.
+            ``auto_wrap_policy``; batch norms by default, whose statistics need full precision); floating inputs are
+            cast to their dtype and outputs back.  Without a policy batch norms stay in their unit and compute in the
+            dtype of their statistics.
         rules: Another dtype than ``param_dtype`` for some modules: by class, or by name in the wrapped module with
             ``*`` and ``?``; the first rule that matches holds for a module and everything in it.  The parameters stay
             in the unit they are in, and in its one gather; the module's floating inputs are cast to the dtype and its

@@ -102,8 +102,9 @@ def build_units(
     members = _members(root, set(inner), is_wrapped, ignored)
     seed = _shared_seed(members, overrides[root])
     built: dict[nn.Module, Unit] = {}
+    policies = {module: arguments.mixed_precision for module, arguments in overrides.items()}
     for module in (*inner, root):
-        rules = DtypeRules.of(root, overrides[module].mixed_precision, module)
+        rules = DtypeRules.of(root, policies, module)
         built[module] = _build_unit(
             module, owners[module], members[module], overrides[module], rules, seed
         )

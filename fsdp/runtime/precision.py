@@ -31,7 +31,8 @@ class DtypeRules:
 
     Attributes:
         dtypes: Dtype of every module that a rule holds for.
-        boundaries: The modules among them around which tensors are cast: those in no other one of the same dtype.
+        boundaries: The modules among them around which tensors are cast: those in no other one of the same dtype.  And
+            units that are spared, whose parameters no rule is about.
     """
 
     dtypes: Mapping[nn.Module, torch.dtype] = field(default_factory=dict)
@@ -52,14 +53,20 @@ class DtypeRules:
         )
 
     @classmethod
-    def of(cls, root: nn.Module, policy: MixedPrecision, unit: nn.Module) -> DtypeRules:
-        """The rules of ``policy`` for ``root``, whose names its patterns mean.  Collective: none.
+    def of(
+        cls, root: nn.Module, policies: Mapping[nn.Module, MixedPrecision], unit: nn.Module
+    ) -> DtypeRules:
+        """The rules that ``unit``'s policy has for ``root``, whose names its patterns mean.  Collective: none.
 
         Batch norms follow the dtype of their statistics, with which torch can compute in no other; the module ``unit``
-        itself does not: that one was given ``policy`` for itself.
+        itself does not: that one was given its policy for itself.  Where it was given none because the root's spares
+        its class, what goes into it is cast to the dtype it has, as in the reference.
         """
+        policy = policies[unit]
         if not policy.rules and policy.param_dtype is None:
-            return cls()
+            is_spared = unit is not root and _spares(policies[root], unit)
+            dtype = _dtype_of(unit) if is_spared else None
+            return cls() if dtype is None else cls(boundaries={unit: dtype})
         dtypes: dict[nn.Module, torch.dtype] = {}
         boundaries: dict[nn.Module, torch.dtype] = {}
 
@@ -92,9 +99,18 @@ def _matching_rule(policy: MixedPrecision, name: str, module: nn.Module) -> torc
     return None
 
 
-def _dtype_of_statistics(policy: MixedPrecision, module: nn.Module) -> torch.dtype | None:
+def _spares(policy: MixedPrecision, module: nn.Module) -> bool:
     classes = policy._module_classes_to_ignore  # noqa: SLF001 the reference's name
-    if policy.param_dtype is None or not isinstance(module, classes):
+    return policy.param_dtype is not None and isinstance(module, classes)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    tensors = (*module.parameters(), *module.buffers())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+
+
+def _dtype_of_statistics(policy: MixedPrecision, module: nn.Module) -> torch.dtype | None:
+    if not _spares(policy, module):
         return None
     statistics: torch.Tensor | None = getattr(module, "running_mean", None)
     if statistics is None or statistics.dtype is policy.param_dtype:

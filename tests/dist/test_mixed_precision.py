@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,3 +286,43 @@ def half_large_world():
 
 def test_half_precision_sums_do_not_overflow():
     run_kept_ranks(half_large_world, 4)
+
+
+class Spared(nn.Linear):
+    """A class that is not cast; it notes what it sees."""
+
+    def forward(self, x):
+        self.seen = x.dtype, self.weight.dtype
+        return super().forward(x)
+
+
+def spared(dtype, kind, orig):
+    torch.manual_seed(0)
+    layer = {"linear": Spared(7, 7), "batch norm": nn.BatchNorm1d(7)}[kind]
+    dense = nn.Sequential(nn.Linear(5, 7), layer, nn.Linear(7, 2)).to(dtype)
+    model = FSDP(
+        copy.deepcopy(dense),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=orig,
+        mixed_precision=MixedPrecision(
+            param_dtype=BF16, _module_classes_to_ignore=(Spared, nn.BatchNorm1d)
+        ),
+    )
+    x = torch.linspace(-1, 1, 20, dtype=dtype).reshape(4, 5)
+    for mode in (True, False):
+        out = model.train(mode)(x)
+        assert out.dtype == BF16
+        (out.sum() * 0.5).backward()
+        torch.testing.assert_close(out.to(dtype), dense.train(mode)(x), rtol=0.05, atol=0.05)
+    if kind == "linear":
+        assert model.module[1].module.seen == (dtype, dtype)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert {grad.dtype for grad in grads} == {dtype}
+
+
+@pytest.mark.parametrize("orig", EXPOSURES)
+@pytest.mark.parametrize("kind", ["linear", "batch norm"])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_spared_unit_is_given_inputs_in_its_own_dtype(world_size, dtype, kind, orig):
+    run_kept_ranks(spared, world_size, dtype, kind, orig)
