@@ -37,9 +37,8 @@ class ReductionQueue:
     def __init__(self) -> None:
         self._due: list[Unit] = []
         self._due_bytes = 0
-        self._in_flight: deque[tuple[Reduction, int]] = (
-            deque()
-        )  # and the bytes that its end lets go
+        # Each with the bytes that its end lets go.
+        self._in_flight: deque[tuple[Reduction, int]] = deque()
         self._in_flight_bytes = 0
         self._abandoned: list[Reduction] = []
 
